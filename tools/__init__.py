@@ -1,0 +1,1 @@
+"""What people and agents run: the `bestiary` command, the demo and the benchmarks."""

@@ -1,0 +1,1 @@
+"""Who uses the models: data, losses, recipes, parallelism and reinforcement learning, blind to the family."""
