@@ -1,0 +1,82 @@
+# Everything starts here: each target installs what it needs into .venv first. Needs Python >= 3.11 and make.
+
+# The folder kernels/ would shadow Hugging Face's `kernels` package for code that runs from this folder.
+export PYTHONSAFEPATH := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3 python,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+BIN := .venv/bin
+LATEST := .venv-latest/bin
+CONSTRAINTS := tools/requirements/constraints.txt
+WHEEL := out/lint/installed
+SELECT ?=
+COMMA := ,
+# Runs one installation step and prints its seconds, so that a target's own time can be read apart.
+timed = @echo "$(1)"; start=$$(date +%s); $(1) && echo "  took $$(( $$(date +%s) - start )) s"
+
+.PHONY: help venv demo test test-fast verify-all self-test verify-latest bench lint clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: .venv/.stamp-dev ## .venv with everything that tests and benchmarks need
+
+demo: .venv/.stamp-demo ## the real Gemma 3 270M: verify the bridge, generate, export, reload in transformers
+	$(BIN)/python -m bestiary.tools.demo
+
+test: .venv/.stamp-dev ## the whole test suite (SELECT="-k word" narrows it)
+	$(BIN)/python -m pytest $(SELECT)
+
+test-fast: .venv/.stamp-dev ## the tests not marked slow
+	$(BIN)/python -m pytest -m "not slow" $(SELECT)
+
+verify-all: .venv/.stamp-dev ## every registered bridge through V0–V6, verdict in out/verdict.json
+	@mkdir -p out
+	$(BIN)/verify-bridge --all --json out/verdict.json
+
+self-test: .venv/.stamp-dev ## the verifier on planted bugs: all killed, no false alarm
+	@mkdir -p out
+	$(BIN)/verify-bridge self-test --json out/self-test.json
+
+verify-latest: ## V0–V6 against the newest transformers, in .venv-latest
+	@$(MAKE) --no-print-directory .venv-latest/.stamp
+	$(LATEST)/pip install --quiet --upgrade transformers
+	@mkdir -p out
+	$(LATEST)/verify-bridge --all --level V0..V6 --json out/verdict-latest.json
+
+bench: .venv/.stamp-dev ## benchmarks of ours against the reference, in one run each
+	@mkdir -p out
+	$(BIN)/python -m bestiary.tools.bench.load --json out/bench-load.json
+
+lint: .venv/.stamp-dev ## ruff, import-linter, and mypy on an installed wheel
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	rm -rf build $(WHEEL)
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target $(WHEEL) .
+	cd $(WHEEL) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p bestiary
+
+clean: ## remove the environments and everything that was built
+	rm -rf .venv .venv-latest build out bestiary.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# torch goes in first and pinned, so that nothing below can pull another build of it.
+.venv/.stamp-base: pyproject.toml $(CONSTRAINTS)
+	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 found. Install one, or say which: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(call timed,$(BIN)/pip install --quiet -c $(CONSTRAINTS) torch setuptools)
+	$(call timed,$(BIN)/pip install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[demo]')
+	@touch $@
+
+.venv/.stamp-dev: .venv/.stamp-base
+	$(call timed,$(BIN)/pip install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[dev$(COMMA)demo]')
+	@touch $@
+
+.venv/.stamp-demo: .venv/.stamp-base tools/requirements/demo.txt
+	$(call timed,$(BIN)/pip install --quiet --no-deps -r tools/requirements/demo.txt)
+	@touch $@
+
+.venv-latest/.stamp: pyproject.toml $(CONSTRAINTS)
+	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 found. Install one, or say which: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(LATEST)/pip || $(PYTHON) -m venv .venv-latest
+	$(call timed,$(LATEST)/pip install --quiet -c $(CONSTRAINTS) torch setuptools)
+	$(call timed,$(LATEST)/pip install --quiet --no-build-isolation -e '.[peft]')
+	@touch $@
