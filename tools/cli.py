@@ -1,0 +1,160 @@
+"""The `bestiary` command. Heavy imports wait until a command runs, so `bestiary --help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+USAGE_ERROR = 7  # exit codes are those of `verify-bridge`
+
+DESCRIPTION = """\
+A model zoo for LLM post-training: list its families, export checkpoints.
+The verifier has a command of its own: verify-bridge --help"""
+
+EXAMPLES = """\
+examples:
+  bestiary models                                    families, sizes and parameters
+  bestiary models --json -                           the same for a program
+  bestiary export ./checkpoint ./exported            read a checkpoint, write Hugging Face safetensors
+  bestiary export ./checkpoint ./exported --dtype bfloat16 --overwrite
+
+exit codes: 0 done, 2 keys or shapes, 4 refused as unsupported, 7 usage or environment"""
+
+MODELS_EXAMPLES = """\
+example:
+  bestiary models --family qwen3 --json models.json"""
+
+EXPORT_EXAMPLES = """\
+examples:
+  bestiary export ./gpt-oss-mxfp4 ./gpt-oss-bf16       MXFP4 experts become their exact bf16 values
+  bestiary export ./tuned ./spliced --into ./original  text weights put back into a copy of a multimodal checkpoint"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with the project's exit code for wrong usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(USAGE_ERROR, f"{self.prog}: error: {message}\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the `bestiary` command; each subcommand stores its function as `run`."""
+    parser = _Parser(
+        prog="bestiary",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    models = _add_command(commands, "models", "list families and sizes", MODELS_EXAMPLES)
+    models.add_argument("--family", help="only this family, by class name or model_type")
+    models.set_defaults(run=_run_models)
+
+    export = _add_command(commands, "export", "read a checkpoint, write Hugging Face safetensors", EXPORT_EXAMPLES)
+    export.add_argument("source", metavar="SRC", help="checkpoint folder or hub id")
+    export.add_argument("destination", metavar="DST", help="folder to write")
+    export.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
+    export.add_argument("--revision", help="branch, tag or commit of a hub id")
+    export.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
+    export.add_argument("--merge", action="store_true", help="merge LoRA and write the full checkpoint")
+    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="default: 5GB")
+    export.add_argument("--into", metavar="ORIGINAL", help="splice the text weights into a copy of this checkpoint")
+    export.set_defaults(run=_run_export)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code (0 done, otherwise the error's own, as `verify-bridge` counts them)."""
+    args = build_parser().parse_args(argv)
+    from bestiary.kernels.errors import BestiaryError
+
+    try:
+        payload = args.run(args)
+    except BestiaryError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        _write_json(
+            args,
+            {
+                "exit_code": error.exit_code,
+                "error": {
+                    "type": type(error).__name__,
+                    "what": error.what,
+                    "read_from": error.read_from,
+                    "remedy": error.remedy,
+                },
+            },
+        )
+        return error.exit_code
+    except OSError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    _write_json(args, {"exit_code": 0, **payload})
+    return 0
+
+
+def _add_command(commands: Any, name: str, what: str, examples: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=what,
+        description=what[0].upper() + what[1:] + ".",
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--json", metavar="FILE", help="write the result as JSON; - is stdout, and nothing else is said")
+    return command
+
+
+def _write_json(args: argparse.Namespace, payload: dict[str, Any]) -> None:
+    if args.json is None:
+        return
+    text = json.dumps({"schema": f"bestiary.{args.command}/1", **payload}, indent=2) + "\n"
+    if args.json == "-":
+        sys.stdout.write(text)
+    else:
+        Path(args.json).write_text(text, encoding="utf-8")
+
+
+def _say(args: argparse.Namespace, line: str) -> None:
+    if args.json != "-":
+        print(line)
+
+
+def _run_models(args: argparse.Namespace) -> dict[str, Any]:
+    from bestiary.tools.catalogue import list_models
+
+    rows = list_models(family=args.family)
+    layout = "{:<10} {:<12} {:<10} {:>15} {:>6} {:>6} {:>7}"
+    _say(args, layout.format("family", "model_type", "size", "parameters", "layers", "hidden", "vocab"))
+    for row in rows:
+        shape = (row.layers, row.hidden_size, row.vocab_size)
+        _say(args, layout.format(row.family, row.model_type, row.size, f"{row.parameters:,}", *shape))
+    return {"models": [row.as_json() for row in rows]}
+
+
+def _run_export(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from bestiary.bridges import load_decoder, save_decoder
+
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    model = load_decoder(args.source, dtype=dtype, revision=args.revision)
+    written = save_decoder(
+        model,
+        args.destination,
+        overwrite=args.overwrite,
+        max_shard_size=args.max_shard_size,
+        merge_lora=args.merge,
+        into=args.into,
+    )
+    _say(args, f"{model.decoder_config.model_type} {args.source} -> {written}")
+    return {"model_type": model.decoder_config.model_type, "source": args.source, "destination": str(written)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
