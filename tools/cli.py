@@ -106,7 +106,7 @@ def _add_command(commands: Any, name: str, what: str, examples: str) -> argparse
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("--json", metavar="FILE", help="write the result as JSON; - is stdout, and nothing else is said")
+    command.add_argument("--json", metavar="FILE", help="write the result as JSON; - is stdout, and silences the rest")
     return command
 
 

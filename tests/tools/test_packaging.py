@@ -1,0 +1,130 @@
+"""What is shipped: the wheel, the entry points, and life beside Hugging Face's `kernels` package."""
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PORTIONS = ("models", "kernels", "bridges", "verify", "training", "tools")
+MODEL_TYPES = {"qwen3", "gemma3", "gemma3_text", "qwen3_moe", "gpt_oss"}
+
+
+def _pyproject() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def _run(code: str, *, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs `code` with the interpreter of the tests; `env` is added, an empty value removes the name."""
+    merged = {name: value for name, value in {**os.environ, **env}.items() if value}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=cwd, env=merged, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel of the working tree, built in a copy so that the tree stays clean."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    for portion in PORTIONS:
+        shutil.copytree(ROOT / portion, source / portion, ignore=shutil.ignore_patterns("__pycache__"))
+    target = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+    built = subprocess.run([*command, "-w", target, source], capture_output=True, text=True, timeout=120)
+    assert built.returncode == 0, built.stderr
+    (path,) = target.glob("bestiary-*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_wheel_holds_every_module_and_type_marker(wheel: zipfile.ZipFile) -> None:
+    """A sub-folder missing from `packages`, or a schema missing from the package data, shows here."""
+    shipped = {name for name in wheel.namelist() if name.startswith("bestiary/")}
+    expected = {
+        f"bestiary/{path.relative_to(ROOT).as_posix()}"
+        for portion in PORTIONS
+        for path in (ROOT / portion).rglob("*")
+        if path.suffix in {".py", ".json"} or path.name == "py.typed"
+    }
+    assert {f"bestiary/{portion}/py.typed" for portion in PORTIONS} <= shipped
+    assert shipped == expected
+
+
+def test_wheel_has_no_other_top_level_name(wheel: zipfile.ZipFile) -> None:
+    """`import kernels` must stay Hugging Face's; the licence travels with the code."""
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    version = _pyproject()["project"]["version"]
+    assert tops == {"bestiary", f"bestiary-{version}.dist-info"}
+    assert f"bestiary-{version}.dist-info/licenses/LICENSE" in wheel.namelist()
+
+
+def test_installed_entry_points_are_those_of_pyproject() -> None:
+    """A stale installation is told from a wrong table."""
+    declared = _pyproject()["project"]["entry-points"]["bestiary.bridges"]
+    installed = {
+        entry.name: entry.value
+        for entry in importlib.metadata.distribution("bestiary").entry_points
+        if entry.group == "bestiary.bridges"
+    }
+    assert installed == declared, "pyproject.toml changed after the installation: run make venv"
+    assert set(installed) == MODEL_TYPES | {"auto"}
+
+
+@pytest.mark.parametrize("name", sorted(MODEL_TYPES))
+def test_bridge_entry_point_resolves(name: str) -> None:
+    """Each entry is a bridge of the model_type's family."""
+    (entry,) = importlib.metadata.entry_points(group="bestiary.bridges", name=name)
+    bridge = entry.load()
+    assert name.removesuffix("_text") == bridge.model_type.removesuffix("_text")
+
+
+def test_auto_entry_point_loads_by_model_type() -> None:
+    """`AutoDecoder.from_pretrained` reaches the bridges through this one."""
+    (entry,) = importlib.metadata.entry_points(group="bestiary.bridges", name="auto")
+    assert callable(entry.load().load)
+
+
+@pytest.mark.parametrize("command", ["bestiary", "verify-bridge"])
+def test_console_script_prints_help_with_an_example(command: str) -> None:
+    """The installed script itself, next to the interpreter."""
+    script = Path(sys.executable).with_name(command)
+    done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "example" in done.stdout.lower()
+
+
+def _fake_kernels_distribution(folder: Path) -> Path:
+    """A stand-in for Hugging Face's `kernels`: every name exists, and class decorators hand back the class."""
+    from transformers.utils.import_utils import KERNELS_MIN_VERSION
+
+    (folder / "kernels").mkdir(parents=True)
+    (folder / "kernels" / "__init__.py").write_text(
+        "class Anything:\n"
+        "    def __init__(self, *args, **kwargs): pass\n"
+        "    def __call__(self, *args, **kwargs): return args[0] if args and isinstance(args[0], type) else self\n"
+        "    def __getattr__(self, name): return self\n"
+        "def __getattr__(name):\n"
+        "    if name.startswith('__'): raise AttributeError(name)\n"
+        "    return Anything()\n"
+    )
+    info = folder / f"kernels-{KERNELS_MIN_VERSION}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
+    return folder
+
+
+def test_transformers_imports_from_the_root_beside_a_kernels_distribution(tmp_path: Path) -> None:
+    """With PYTHONSAFEPATH the folder kernels/ does not shadow the package; without it transformers breaks."""
+    packages = str(_fake_kernels_distribution(tmp_path / "site"))
+    code = "import transformers.models.qwen3.modeling_qwen3, kernels; print(kernels.__file__)"
+    safe = _run(code, cwd=ROOT, PYTHONPATH=packages, PYTHONSAFEPATH="1")
+    assert safe.returncode == 0, safe.stderr
+    assert safe.stdout.strip().startswith(packages)
+    unsafe = _run(code, cwd=ROOT, PYTHONPATH=packages, PYTHONSAFEPATH="")
+    assert unsafe.returncode != 0, "the folder no longer shadows the package: PYTHONSAFEPATH can go"
