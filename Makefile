@@ -52,7 +52,7 @@ lint: .venv/.stamp-dev ## ruff, import-linter, and mypy on an installed wheel
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	rm -rf build $(WHEEL)
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target $(WHEEL) .
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-compile --target $(WHEEL) .
 	cd $(WHEEL) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p bestiary
 
 clean: ## remove the environments and everything that was built
