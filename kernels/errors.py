@@ -1,0 +1,37 @@
+"""The one error shape of the project: what is wrong, where it was read, how to go on."""
+
+
+class BestiaryError(Exception):
+    """An error a person can act on.
+
+    Args:
+        what: one sentence that names the field or key and its value.
+        read_from: where the value came from (a file, an argument); None when it is the call itself.
+        remedy: what to do next.
+
+    Attributes:
+        exit_code: what a command line returns for it (VERIFY codes: 2 keys, 4 refused, 7 usage or environment).
+    """
+
+    exit_code = 7
+
+    def __init__(self, what: str, *, read_from: str | None = None, remedy: str | None = None) -> None:
+        self.what, self.read_from, self.remedy = what, read_from, remedy
+        lines = [what]
+        if read_from:
+            lines.append(f"  read from   {read_from}")
+        if remedy:
+            lines.append(f"  remedy      {remedy}")
+        super().__init__("\n".join(lines))
+
+
+class LabelOutOfRange(BestiaryError):
+    """A target outside [0, vocab_size) that is not `ignore_index`."""
+
+
+class TokenOutOfRange(BestiaryError):
+    """A token id outside [0, vocab_size)."""
+
+
+class UnsupportedDispatch(BestiaryError):
+    """A forced implementation that cannot run here; the message says why."""

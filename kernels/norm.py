@@ -1,0 +1,28 @@
+"""Root-mean-square normalisation (arXiv:1910.07467) in the three forms that decoders use."""
+
+import torch
+from torch import Tensor
+
+from bestiary.kernels.precision import at_least_fp32
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, scale_then_cast: bool = False) -> Tensor:
+    """x / sqrt(mean(x²) + eps), then the weight.
+
+        cast_then_scale   w · cast(x̂)            Llama, Qwen3
+        scale_then_cast   cast(w · x̂)            GPT-OSS, OLMo 2
+        plus_one          cast((1 + w) · x̂)      Gemma (always scale, then cast)
+
+    Args:
+        x: (..., d), any float dtype; the mean and the root run in at least fp32.
+        weight: (d,).
+    Returns:
+        (..., d) in x's dtype.
+    """
+    wide = x.to(at_least_fp32(x.dtype))
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if plus_one:
+        return (normed * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+    if scale_then_cast:
+        return (weight * normed).to(x.dtype)
+    return weight * normed.to(x.dtype)

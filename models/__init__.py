@@ -1,0 +1,27 @@
+"""What the networks are: canonical decoder definitions in plain single-device PyTorch, without transformers."""
+
+from bestiary.models.auto import AutoDecoder
+from bestiary.models.cache import Cache
+from bestiary.models.config import DecoderConfig, LoRAConfig
+from bestiary.models.decoder import Decoder
+from bestiary.models.gemma3 import Gemma3
+from bestiary.models.gpt_oss import GptOss
+from bestiary.models.output import DecoderOutput
+from bestiary.models.qwen3 import Qwen3
+from bestiary.models.qwen3_moe import Qwen3MoE
+from bestiary.models.surgery import replace_modules, resize_token_embeddings
+
+__all__ = [
+    "AutoDecoder",
+    "Cache",
+    "Decoder",
+    "DecoderConfig",
+    "DecoderOutput",
+    "Gemma3",
+    "GptOss",
+    "LoRAConfig",
+    "Qwen3",
+    "Qwen3MoE",
+    "replace_modules",
+    "resize_token_embeddings",
+]

@@ -1,0 +1,303 @@
+"""`DecoderConfig`: everything in which decoder families differ, as named fields of one frozen tree.
+
+The tree is complete before any module is built, so LoRA, windows, norms and routers are decided by data.
+An enum member exists only because a Hugging Face block needs it; `tests/models/test_blocks.py` holds the proof for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from bestiary.models.errors import InvalidConfig
+
+
+class LayerType(StrEnum):
+    """What an attention layer sees, under the names of Hugging Face's `layer_types`."""
+
+    FULL = "full_attention"
+    SLIDING = "sliding_attention"
+
+
+class NormPlacement(StrEnum):
+    """Where the norms of a block stand (names of the norm modules in `bestiary.models.decoder`)."""
+
+    PRE = "pre"  # Llama, Qwen: before attention and before the MLP
+    POST = "post"  # OLMo 2: on each branch's output, inside the residual
+    SANDWICH = "sandwich"  # Gemma 2 and 3, GLM-4: both
+
+
+class NormCast(StrEnum):
+    """When an RMSNorm leaves fp32."""
+
+    CAST_THEN_SCALE = "cast_then_scale"  # Llama, Qwen: back to the input dtype, then × weight
+    SCALE_THEN_CAST = "scale_then_cast"  # Gemma, GPT-OSS, OLMo 2: × weight in fp32, cast last
+
+
+class QKNormSpan(StrEnum):
+    """What a query/key norm normalises over."""
+
+    HEAD = "head"  # Qwen3, Gemma 3: each head alone, weight (head_dim,)
+    FULL = "full"  # OLMo 2, OLMoE: all heads together, weight (heads · head_dim,)
+
+
+class RopeLayout(StrEnum):
+    """Which two coordinates of a head turn together."""
+
+    HALF = "half"  # (i, i + rotary_dim / 2)
+    INTERLEAVED = "interleaved"  # (2i, 2i + 1): GLM-4
+
+
+class Activation(StrEnum):
+    """Gate activations, under Hugging Face's names."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
+class RouterKind(StrEnum):
+    """How an expert router turns logits into weights."""
+
+    SOFTMAX_TOPK = "softmax_topk"  # Qwen3-MoE, Mixtral, OLMoE: softmax over all experts, then the top k
+    TOPK_SOFTMAX = "topk_softmax"  # GPT-OSS: the top k, then softmax over those
+    SIGMOID = "sigmoid"  # GLM-4-MoE: sigmoid, correction bias and groups choose, the unbiased score weighs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """RMSNorm of the whole model: x / rms(x) × weight (× (1 + weight) with `plus_one`)."""
+
+    eps: float
+    placement: NormPlacement = NormPlacement.PRE
+    cast: NormCast = NormCast.CAST_THEN_SCALE
+    plus_one: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class QKNorm:
+    """RMSNorm on queries and keys, in the style and with the eps of `Norm`."""
+
+    span: QKNormSpan = QKNormSpan.HEAD
+    after_rope: bool = False  # True: HunYuan dense
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicScaling:
+    """NTK-aware base that grows once the sequence is longer than `original_max_position_embeddings`."""
+
+    factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1: low frequencies divided by `factor`, high ones kept, a ramp between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN (arXiv:2309.00071), `attention_factor` on cos and sin; None: 0.1·ln(factor) + 1, or the mscale quotient."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+    """LongRoPE (arXiv:2402.13753): one factor per frequency, the long list beyond the original context."""
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+
+
+RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding on the first `rotary_dim` coordinates of each head."""
+
+    theta: float
+    rotary_dim: int
+    layout: RopeLayout = RopeLayout.HALF
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Grouped-query attention; `scale` multiplies q·k, `sinks` adds one learned logit per head to each softmax."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: QKNorm | None = None
+    sinks: bool = False
+    logit_softcap: float | None = None  # Gemma 2
+    qkv_clip: float | None = None  # OLMoE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """Expert choice: `top_k` of the experts, weights summing to one with `normalize`, times `scale`."""
+
+    kind: RouterKind
+    top_k: int
+    normalize: bool = False
+    bias: bool = False
+    num_groups: int = 1
+    topk_groups: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwiGLUClamp:
+    """GPT-OSS: gate·sigmoid(alpha·gate)·(up + 1), gate clamped above and up on both sides at `limit`."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExpert:
+    """A dense MLP beside the routed experts; `gated` weighs it by a sigmoid (Qwen2-MoE)."""
+
+    intermediate_size: int
+    gated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoE:
+    """Routed experts in place of the dense MLP."""
+
+    num_experts: int
+    intermediate_size: int
+    router: Router
+    bias: bool = False
+    clamp: SwiGLUClamp | None = None
+    shared: SharedExpert | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Low-rank adapters (arXiv:2106.09685): y += x Aᵀ Bᵀ · scaling, alpha / r, or alpha / √r with `rslora`.
+
+    `targets` are glob patterns over module names, matched on the whole name or on its end after a dot
+    (`"q_proj"`, `"*.mlp.*_proj"`, `"mlp.experts.gate_up_proj"`). A pattern that matches nothing is an error.
+    """
+
+    r: int
+    alpha: float
+    targets: tuple[str, ...]
+    dropout: float = 0.0
+    rslora: bool = False
+
+    @property
+    def scaling(self) -> float:
+        """Factor on the low-rank product."""
+        return self.alpha / self.r**0.5 if self.rslora else self.alpha / self.r
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """One decoder-only transformer; sizes in elements, layers counted from 0.
+
+    `model_type` names the bridge (Hugging Face's `model_type`). `sliding_rope` None means that sliding layers turn like
+    full ones. `nope_layers` have no RoPE. With `moe`, every layer outside `dense_layers` routes to experts.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    attention: Attention
+    norm: Norm
+    rope: Rope
+    sliding_rope: Rope | None = None
+    layer_types: tuple[LayerType, ...] = ()
+    sliding_window: int | None = None
+    nope_layers: tuple[int, ...] = ()
+    activation: Activation = Activation.SILU
+    mlp_bias: bool = False
+    moe: MoE | None = None
+    dense_layers: tuple[int, ...] = ()
+    tie_word_embeddings: bool = False
+    embedding_multiplier: float = 1.0
+    embedding_multiplier_in_weight_dtype: bool = False  # Gemma rounds √H to the weight's dtype first
+    residual_multiplier: float = 1.0  # Granite
+    logits_divisor: float = 1.0  # Granite
+    final_logit_softcap: float | None = None
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    router_aux_loss_coef: float = 0.0
+    output_router_logits: bool = False
+    lora: LoRAConfig | None = None
+    activation_checkpointing: bool = field(default=False, compare=False)
+    compile_blocks: bool = field(default=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.layer_types:
+            object.__setattr__(self, "layer_types", (LayerType.FULL,) * self.num_hidden_layers)
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise InvalidConfig(
+                f"layer_types has {len(self.layer_types)} entries and num_hidden_layers = {self.num_hidden_layers}.",
+                remedy="give one entry per layer",
+            )
+        if LayerType.SLIDING in self.layer_types and self.sliding_window is None:
+            raise InvalidConfig(
+                "layer_types names sliding_attention and sliding_window is None.", remedy="give the window in tokens"
+            )
+        if self.attention.num_heads % self.attention.num_kv_heads:
+            raise InvalidConfig(
+                f"num_heads = {self.attention.num_heads} is not a multiple of num_kv_heads = {self.attention.num_kv_heads}.",
+                remedy="every key/value head serves the same number of query heads",
+            )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Columns the head computes in: the next multiple of 64."""
+        return -(-self.vocab_size // 64) * 64
+
+    def is_moe_layer(self, index: int) -> bool:
+        """Whether layer `index` routes to experts."""
+        return self.moe is not None and index not in self.dense_layers
+
+    def window(self, index: int) -> int | None:
+        """Tokens that layer `index` sees, itself included; None: all before it."""
+        return self.sliding_window if self.layer_types[index] is LayerType.SLIDING else None
+
+    def rope_of(self, index: int) -> Rope | None:
+        """RoPE of layer `index`; None where the layer has none."""
+        if index in self.nope_layers:
+            return None
+        sliding = self.layer_types[index] is LayerType.SLIDING
+        return self.sliding_rope if sliding and self.sliding_rope is not None else self.rope
+
+    def with_(self, **changes: Any) -> DecoderConfig:
+        """A copy with `changes` applied."""
+        return replace(self, **changes)

@@ -1,0 +1,306 @@
+"""The canonical decoder: embed → blocks → norm → head. Families are configurations of it.
+
+pre        x + attn(norm x)              x + mlp(norm x)             Llama, Qwen, GPT-OSS
+post       x + norm(attn x)              x + norm(mlp x)             OLMo 2
+sandwich   x + norm(attn(norm x))        x + norm(mlp(norm x))       Gemma, GLM-4
+"""
+
+import zlib
+from collections.abc import Iterable
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bestiary.kernels.attention import MaskSpec
+from bestiary.kernels.balance import load_balancing_loss
+from bestiary.kernels.log_prob import LogProb
+from bestiary.models.cache import Cache
+from bestiary.models.config import DecoderConfig, NormPlacement
+from bestiary.models.errors import InvalidConfig, InvalidInput
+from bestiary.models.generation import GenerationMixin
+from bestiary.models.inputs import Inputs, read_inputs, shifted
+from bestiary.models.layers.attention import SelfAttention
+from bestiary.models.layers.embedding import Embedding
+from bestiary.models.layers.head import Head
+from bestiary.models.layers.linear import Linear, reset_adapter
+from bestiary.models.layers.mlp import MLP
+from bestiary.models.layers.moe import Experts, MoEBlock
+from bestiary.models.layers.norm import RMSNorm
+from bestiary.models.layers.rotary import RotaryTable
+from bestiary.models.lora import matches
+from bestiary.models.output import DecoderOutput
+from bestiary.models.protocol import TrainerProtocol
+
+RopeTables = dict[object, tuple[Tensor, Tensor]]
+
+
+class Block(nn.Module):
+    """One layer: attention and an MLP (or experts), each with its norms and residual."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        name, placement = f"model.layers.{index}", config.norm.placement
+        self.rope, self.layer_type = config.rope_of(index), config.layer_types[index]
+        self.residual_multiplier = config.residual_multiplier
+        self.placement = placement
+        self.self_attn = SelfAttention(config, index, f"{name}.self_attn")
+        self.mlp: MLP | MoEBlock
+        if config.moe is not None and config.is_moe_layer(index):
+            self.mlp = MoEBlock(config, config.moe, f"{name}.mlp")
+        else:
+            self.mlp = MLP(config, f"{name}.mlp")
+        if placement is not NormPlacement.POST:
+            self.input_layernorm = RMSNorm(config.hidden_size, config.norm)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm)
+        if placement is NormPlacement.SANDWICH:
+            self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.norm)
+        if placement is not NormPlacement.PRE:
+            self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.norm)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: MaskSpec, cache: Cache | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, T, H) → (B, T, H) and the router logits (B·T, E) of a routed layer."""
+        attended = self.self_attn(self._before_attention(x), rope, mask, cache)
+        if self.placement is not NormPlacement.PRE:
+            attended = self.post_attention_layernorm(attended)
+        x = x + self._scaled(attended)
+        fed = self.mlp(self._before_mlp(x))
+        router_logits = None
+        if isinstance(fed, tuple):
+            fed, router_logits = fed
+        if self.placement is not NormPlacement.PRE:
+            fed = self.post_feedforward_layernorm(fed)
+        return x + self._scaled(fed), router_logits
+
+    def _before_attention(self, x: Tensor) -> Tensor:
+        return x if self.placement is NormPlacement.POST else cast(Tensor, self.input_layernorm(x))
+
+    def _before_mlp(self, x: Tensor) -> Tensor:
+        if self.placement is NormPlacement.POST:
+            return x
+        norm = self.post_attention_layernorm if self.placement is NormPlacement.PRE else self.pre_feedforward_layernorm
+        return cast(Tensor, norm(x))
+
+    def _scaled(self, branch: Tensor) -> Tensor:
+        return branch if self.residual_multiplier == 1.0 else branch * self.residual_multiplier
+
+
+class Backbone(nn.Module):
+    """Embedding, blocks and the final norm: everything but the head."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.decoder_config = config
+        self.embed_tokens = Embedding(config)
+        self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm)
+        kinds = {config.rope_of(index) for index in range(config.num_hidden_layers)} - {None}
+        self._rotary = {rope: RotaryTable(rope) for rope in kinds if rope is not None}
+        self.gradient_checkpointing = config.activation_checkpointing
+
+    def forward(self, inputs: Inputs, cache: Cache | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Hidden states (B, T, H) after the final norm, and the router logits of the routed layers."""
+        x = self.embed_tokens(inputs.input_ids) if inputs.embeds is None else inputs.embeds
+        tables: RopeTables = {rope: table(inputs.position_ids, x.dtype) for rope, table in self._rotary.items()}
+        masks = inputs.masks(self.decoder_config, cache)
+        router_logits = []
+        for layer in self.layers:
+            arguments = (x, tables.get(layer.rope), masks[layer.layer_type], cache)
+            if self.gradient_checkpointing and torch.is_grad_enabled() and cache is None:
+                x, logits = checkpoint(layer, *arguments, use_reentrant=False)
+            else:
+                x, logits = layer(*arguments)
+            if logits is not None:
+                router_logits.append(logits)
+        return self.norm(x), tuple(router_logits)
+
+
+class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
+    """A decoder-only language model described by a `DecoderConfig`.
+
+    Args:
+        config: the whole architecture, LoRA included.
+        dtype, device: of the parameters; under `torch.device("meta")` nothing is allocated.
+
+    With LoRA in the config the base is frozen and only adapters train.
+    """
+
+    sizes: ClassVar[dict[str, DecoderConfig]] = {}
+
+    def __init__(
+        self, config: DecoderConfig, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.decoder_config = config
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(default if dtype is None else dtype)
+        try:
+            with torch.device(torch.get_default_device() if device is None else device), _no_reset():
+                self.model = Backbone(config)
+                self.lm_head = Head(config)
+        finally:
+            torch.set_default_dtype(default)
+        self.tie_weights()
+        self._freeze_base()
+        if config.compile_blocks:
+            for layer in self.model.layers:
+                layer.compile()
+        if not self.model.norm.weight.is_meta:
+            self.init_weights(seed=torch.initial_seed() % 2**31)
+
+    # ------------------------------------------------------------------ forward
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        temperature: float = 1.0,
+        past_key_values: Cache | None = None,
+        use_cache: bool = False,
+        logits_to_keep: int | Tensor = 0,
+        return_logits: bool | None = None,
+        output_router_logits: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        cache: Cache | None = None,
+        **ignored: Any,
+    ) -> DecoderOutput:
+        """Logits of a batch, or with labels its loss and log-probabilities.
+
+        Args:
+            input_ids: (B, T) int64, or `inputs_embeds` (B, T, H), taken as they are (already scaled).
+            attention_mask: (B, past + T), 1 for tokens and 0 for padding.
+            position_ids: (B or 1, T) int64. Without mask and cache, a new document starts where they do not rise by one.
+            labels: (B, T), the tokens themselves, −100 ignored; shifted here, never across a document border.
+            shift_labels: (B, T), the target at each position, already shifted; wins over `labels`.
+            num_items_in_batch: divisor of the summed loss; None: the number of targets.
+            temperature: divides the logits inside `log_probs` and the loss.
+            past_key_values: `Cache` of earlier tokens (alias `cache`); `use_cache` makes a new one.
+            logits_to_keep: last n positions that get logits, or their indices; 0: all.
+            return_logits: with labels, whether to compute logits as well; default no.
+            cu_seq_lens_q: (documents + 1,) borders of packed documents in a batch of one row.
+        Returns:
+            `DecoderOutput`; log_probs[b, t] = log p(target at t), 0 where ignored; loss = −Σ / num_items, plus the
+            router's load-balancing loss where `output_router_logits` asks for it.
+        Raises:
+            InvalidInput, TokenOutOfRange, LabelOutOfRange.
+        """
+        self._refuse_unknown(ignored)
+        past = past_key_values if past_key_values is not None else cache
+        if past is None and use_cache:
+            past = Cache(self.decoder_config)
+        inputs = read_inputs(input_ids, inputs_embeds, attention_mask, position_ids, cu_seq_lens_q, past)
+        hidden, router_logits = self.model(inputs, past)
+        if past is not None:
+            past.advance(inputs.length)
+
+        targets = shift_labels if shift_labels is not None else shifted(labels, inputs.documents)
+        output: dict[str, Any] = {"past_key_values": past}
+        if targets is not None:
+            core = cast(LogProb, self.lm_head(hidden, targets, temperature=temperature))
+            output["log_probs"] = core.log_prob.view_as(targets)
+            items = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            output["loss"] = -core.log_prob.sum() / items
+        if return_logits or (targets is None and return_logits is not False):
+            kept = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
+            )
+            output["logits"] = self.lm_head(hidden if isinstance(kept, int) else hidden[:, kept])
+        wanted = self.decoder_config.output_router_logits if output_router_logits is None else output_router_logits
+        if wanted and router_logits:
+            self._add_router_loss(output, router_logits, attention_mask)
+        if not self._keep_hidden:
+            return DecoderOutput(output)
+        return DecoderOutput(output, hidden_states=hidden)
+
+    _keep_hidden = False
+
+    def _add_router_loss(
+        self, output: dict[str, Any], router_logits: tuple[Tensor, ...], attention_mask: Tensor | None
+    ) -> None:
+        moe = self.decoder_config.moe
+        if moe is None:
+            raise InvalidConfig("output_router_logits on a model without experts.", remedy="drop it")
+        mask = None if attention_mask is None else attention_mask.reshape(-1)
+        output["router_logits"] = router_logits
+        output["aux_loss"] = load_balancing_loss(router_logits, moe.router.top_k, mask)
+        if "loss" in output:
+            output["loss"] = output["loss"] + self.decoder_config.router_aux_loss_coef * output["aux_loss"]
+
+    # ------------------------------------------------------------------ parameters
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Make head and embedding one Parameter where the config ties them (arguments of trainers are ignored)."""
+        if self.decoder_config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def init_weights(self, seed: int = 0) -> None:
+        """Normal(0, initializer_range) for matrices and sinks, identity norms, zero biases, neutral adapters.
+
+        Each parameter draws from a generator of its own, seeded by `seed` and its name, so a model built on meta, in
+        parts or in another order gets the same values.
+        """
+        norms = {f"{n}.weight" for n, module in self.named_modules() if isinstance(module, RMSNorm)}
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                generator = torch.Generator(parameter.device).manual_seed((seed << 32) + zlib.crc32(name.encode()))
+                if name in norms:
+                    parameter.fill_(0.0 if self.decoder_config.norm.plus_one else 1.0)
+                elif name.endswith(("bias", "lora_B")):
+                    parameter.zero_()
+                elif name.endswith("lora_A"):
+                    reset_adapter(parameter, parameter[..., :0], generator)
+                else:
+                    parameter.normal_(0.0, self.decoder_config.initializer_range, generator=generator)
+
+    def _freeze_base(self) -> None:
+        lora = self.decoder_config.lora
+        if lora is None:
+            return
+        names = [n for n, module in self.named_modules() if isinstance(module, Linear)]
+        for name, module in self.named_modules():
+            if isinstance(module, Experts):
+                names += [f"{name}.gate_up_proj", f"{name}.down_proj"]
+        for target in lora.targets:
+            if not any(matches(name, target) for name in names):
+                raise InvalidConfig(
+                    f"lora.targets = {target!r} matches no linear layer and no expert projection.",
+                    remedy=f"patterns over names such as {names[0]!r}; the last parts here are "
+                    + ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names})),
+                )
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.endswith(("lora_A", "lora_B")))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Decoder":
+        super()._apply(fn, recurse)
+        self.tie_weights()  # to_empty and device moves build one Parameter a module
+        return self
+
+    def _refuse_unknown(self, ignored: Iterable[str]) -> None:
+        unknown = sorted(set(ignored) - self.ignored_arguments)
+        if unknown:
+            raise InvalidInput(
+                f"forward() has no argument {unknown[0]!r}.",
+                remedy="drop it; a column of the data set that the model does not read belongs in remove_columns",
+            )
+
+
+class _no_reset(torch.overrides.TorchFunctionMode):
+    """Skip torch's own random initialisation while modules are built: every value is written by `init_weights`."""
+
+    _skipped = frozenset({"kaiming_uniform_", "uniform_", "normal_"})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in self._skipped:
+            return args[0] if args else (kwargs or {}).get("tensor")
+        return func(*args, **(kwargs or {}))

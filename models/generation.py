@@ -1,0 +1,182 @@
+"""Small, correct generation with a KV cache: greedy and sampling, several stop ids, left-padded batches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bestiary.models.cache import Cache
+from bestiary.models.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from bestiary.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen from logits (B, V); `top_k` 0 and `top_p` 1 filter nothing."""
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.do_sample and not self.temperature > 0:
+            raise InvalidInput(f"temperature = {self.temperature}.", remedy="above 0; do_sample=False for greedy")
+        if self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise InvalidInput(
+                f"top_k = {self.top_k}, top_p = {self.top_p}.", remedy="top_k ≥ 0 (0: off), top_p in (0, 1] (1: off)"
+            )
+
+    def choose(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
+        """(B, V) → (B,) token ids."""
+        if not self.do_sample:
+            return logits.argmax(-1)
+        probabilities = self.filtered(logits / self.temperature).softmax(-1)
+        return probabilities.multinomial(1, generator=generator).squeeze(-1)
+
+    def filtered(self, logits: Tensor) -> Tensor:
+        """Logits with everything outside top-k, then outside the smallest set of mass ≥ top_p, at −inf."""
+        if 0 < self.top_k < logits.shape[-1]:
+            lowest = logits.topk(self.top_k, dim=-1).values[..., -1:]
+            logits = logits.masked_fill(logits < lowest, -torch.inf)
+        if self.top_p < 1.0:
+            ordered, order = logits.sort(-1, descending=True)
+            mass_before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+            outside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, mass_before >= self.top_p)
+            logits = logits.masked_fill(outside, -torch.inf)
+        return logits
+
+
+class GenerationMixin:
+    """`generate` for `Decoder`."""
+
+    def can_generate(self) -> bool:
+        """True, for trainers that ask."""
+        return True
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+        """Arguments of the next forward call: only the tokens that the cache has not seen."""
+        cache = kwargs.get("past_key_values")
+        unseen = input_ids if cache is None else input_ids[:, len(cache) :]
+        return {**kwargs, "input_ids": unseen}
+
+    @torch.no_grad()
+    def generate(
+        self: "Decoder",
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        generation_config: Any = None,
+        *,
+        max_new_tokens: int | None = None,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop_token_ids: Sequence[int] | int | None = None,
+        pad_token_id: int | None = None,
+        generator: torch.Generator | None = None,
+        return_log_probs: bool = False,
+        allow_long: bool = False,
+        use_cache: bool = True,
+    ) -> Any:
+        """Continue each row until a stop id or `max_new_tokens`.
+
+        An argument wins over `generation_config` (a transformers GenerationConfig), which wins over: greedy, no filter,
+        the stop ids of the checkpoint, 20 tokens.
+
+        Args:
+            input_ids: (B, T) int64, shorter prompts padded on the left.
+            attention_mask: (B, T), 0 on that padding.
+            stop_token_ids: generation of a row ends after one of them.
+            pad_token_id: fills rows that ended; default the configured one, else a stop id.
+            allow_long: permit positions at and past `max_position_embeddings`.
+            use_cache: False recomputes everything for each token (a reference for tests).
+        Returns:
+            (B, T + new) int64; with `return_log_probs` also (B, new): log-probability of each token under
+            softmax(logits / temperature), before filters, 0 after the end of a row.
+        Raises:
+            InvalidInput: right padding, an empty row, or a length beyond the context without `allow_long`.
+        """
+        given = {"do_sample": do_sample, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        sampling = _sampling(given, generation_config)
+        if max_new_tokens is None:
+            max_new_tokens = getattr(generation_config, "max_new_tokens", None) or 20
+        stops = _stop_ids(self, stop_token_ids, generation_config)
+        pad = _pad_id(pad_token_id, generation_config, stops)
+        mask = _left_padding(input_ids, attention_mask)
+        _check_length(self, input_ids, mask, max_new_tokens, allow_long)
+
+        device, rows = input_ids.device, input_ids.shape[0]
+        stop_tensor = torch.tensor(stops, dtype=input_ids.dtype, device=device)
+        running = torch.ones(rows, dtype=torch.bool, device=device)
+        cache = Cache(self.decoder_config) if use_cache else None
+        sequence, log_probs = input_ids, []
+        unseen = input_ids
+        for _ in range(max_new_tokens):
+            output = self(unseen, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
+            logits = output["logits"][:, -1]
+            chosen = torch.where(running, sampling.choose(logits, generator), pad)
+            if return_log_probs:
+                scored = (
+                    logits.to(torch.promote_types(logits.dtype, torch.float32)) / sampling.temperature
+                ).log_softmax(-1)
+                log_probs.append(torch.where(running, scored.gather(-1, chosen[:, None]).squeeze(-1), 0.0))
+            sequence = torch.cat((sequence, chosen[:, None]), dim=1)
+            if mask is not None:
+                mask = torch.cat((mask, mask.new_ones(rows, 1)), dim=1)
+            running = running & ~torch.isin(chosen, stop_tensor)
+            if stops and not running.any():
+                break
+            unseen = chosen[:, None] if use_cache else sequence
+        return (sequence, torch.stack(log_probs, dim=1)) if return_log_probs else sequence
+
+
+def _sampling(given: dict[str, Any], generation_config: Any) -> Sampling:
+    chosen = {
+        name: value if value is not None else getattr(generation_config, name, None) for name, value in given.items()
+    }
+    return Sampling(**{name: value for name, value in chosen.items() if value is not None})
+
+
+def _stop_ids(model: "Decoder", given: Sequence[int] | int | None, generation_config: Any) -> list[int]:
+    """The first source that names any: the argument, the config given, the model's own, the checkpoint's JSON."""
+    stored = {**(model.hf_config_json or {}), **(model.hf_generation_config_json or {})}
+    own = getattr(model._generation_config, "eos_token_id", None)
+    sources = (given, getattr(generation_config, "eos_token_id", None), own, stored.get("eos_token_id"))
+    found = next((source for source in sources if source is not None), ())
+    return [found] if isinstance(found, int) else [int(token) for token in found]
+
+
+def _pad_id(given: int | None, generation_config: Any, stops: Sequence[int]) -> int:
+    configured = given if given is not None else getattr(generation_config, "pad_token_id", None)
+    return configured if configured is not None else (stops[0] if stops else 0)
+
+
+def _left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+    if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+        raise InvalidInput(
+            f"input_ids has shape {tuple(input_ids.shape)}.", remedy="(batch, tokens), at least one token"
+        )
+    if attention_mask is None:
+        return None
+    mask = (attention_mask != 0).to(torch.int64)
+    if (mask[:, 1:] < mask[:, :-1]).any() or (mask[:, -1] == 0).any():
+        raise InvalidInput(
+            "attention_mask has padding on the right, or a row without tokens.",
+            remedy='pad prompts on the left (tokenizer.padding_side = "left")',
+        )
+    return mask
+
+
+def _check_length(model: "Decoder", input_ids: Tensor, mask: Tensor | None, new: int, allow_long: bool) -> None:
+    longest = input_ids.shape[1] if mask is None else int(mask.sum(-1).max())
+    limit = model.decoder_config.max_position_embeddings
+    if longest + new > limit and not allow_long:
+        raise InvalidInput(
+            f"{longest} prompt tokens + max_new_tokens = {new} exceed max_position_embeddings = {limit}.",
+            remedy="shorten the prompt or max_new_tokens, or pass allow_long=True",
+        )

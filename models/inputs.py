@@ -1,0 +1,140 @@
+"""From the arguments of a forward call to positions, documents and masks."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bestiary.kernels.attention import MaskSpec
+from bestiary.models.cache import Cache
+from bestiary.models.config import DecoderConfig, LayerType
+from bestiary.models.errors import InvalidInput
+
+
+@dataclass
+class Inputs:
+    """A checked batch. position_ids (B or 1, T); documents (B, T) or None; key_valid (B, past + T) or None."""
+
+    input_ids: Tensor | None
+    embeds: Tensor | None
+    position_ids: Tensor
+    documents: Tensor | None
+    key_valid: Tensor | None
+    length: int
+
+    def masks(self, config: DecoderConfig, cache: Cache | None) -> dict[LayerType, MaskSpec]:
+        """One mask a layer type, built once a forward pass."""
+        masks = {}
+        for index, layer_type in enumerate(config.layer_types):
+            if layer_type in masks:
+                continue
+            past = 0 if cache is None else len(cache)
+            first_key = 0 if cache is None else past - cache.kept(index)
+            masks[layer_type] = MaskSpec(
+                q_len=self.length,
+                kv_len=past - first_key + self.length,
+                q_offset=past,
+                kv_offset=first_key,
+                window=config.window(index),
+                documents=self.documents,
+                key_valid=None if self.key_valid is None else self.key_valid[:, first_key:],
+            )
+        return masks
+
+
+def read_inputs(
+    input_ids: Tensor | None,
+    embeds: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seq_lens: Tensor | None,
+    cache: Cache | None,
+) -> Inputs:
+    """Check a batch and derive what it left open.
+
+    Raises:
+        InvalidInput: names the argument, its shape and what is expected.
+    """
+    if (input_ids is None) == (embeds is None):
+        raise InvalidInput("give exactly one of input_ids and inputs_embeds.", remedy="drop the other")
+    given = input_ids if input_ids is not None else embeds
+    if given is None or given.dim() != (2 if embeds is None else 3):
+        raise InvalidInput(
+            f"{'input_ids' if embeds is None else 'inputs_embeds'} has shape {tuple(given.shape) if given is not None else ()}.",
+            remedy="(batch, tokens) for input_ids, (batch, tokens, hidden_size) for inputs_embeds",
+        )
+    batch, length = given.shape[:2]
+    past = 0 if cache is None else len(cache)
+    key_valid = _key_valid(attention_mask, batch, past + length)
+    documents = None
+    if cu_seq_lens is not None:
+        documents = _documents_of(cu_seq_lens, batch, length, attention_mask, cache)
+        if position_ids is None:
+            starts = cu_seq_lens.to(given.device)[documents]
+            position_ids = torch.arange(length, device=given.device)[None] - starts
+    elif position_ids is not None and attention_mask is None and cache is None:
+        documents = _documents_by_restart(position_ids, batch)
+    if position_ids is None:
+        position_ids = _positions(key_valid, past, length, given.device)
+    elif position_ids.shape not in {(batch, length), (1, length)}:
+        raise InvalidInput(
+            f"position_ids has shape {tuple(position_ids.shape)}.", remedy=f"({batch}, {length}) or (1, {length})"
+        )
+    return Inputs(input_ids, embeds, position_ids, documents, key_valid, length)
+
+
+def shifted(labels: Tensor | None, documents: Tensor | None, ignore_index: int = -100) -> Tensor | None:
+    """Targets (B, T): the label of the next token, ignored at the end of the row and of every document."""
+    if labels is None:
+        return None
+    targets = torch.full_like(labels, ignore_index)
+    targets[:, :-1] = labels[:, 1:]
+    if documents is not None:
+        border = documents[:, 1:] != documents[:, :-1]
+        targets[:, :-1] = targets[:, :-1].masked_fill(border, ignore_index)
+    return targets
+
+
+def _key_valid(attention_mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != (batch, keys):
+        raise InvalidInput(
+            f"attention_mask has shape {tuple(attention_mask.shape)}.",
+            remedy=f"({batch}, {keys}): batch × (cached + new) tokens, 1 for a token and 0 for padding",
+        )
+    valid = attention_mask != 0
+    # Nothing is padded: the plain causal path. Only on the CPU, where looking costs no synchronisation.
+    return None if valid.device.type == "cpu" and bool(valid.all()) else valid
+
+
+def _positions(key_valid: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
+    if key_valid is None:
+        return torch.arange(past, past + length, device=device)[None]
+    return (key_valid.cumsum(-1) - 1).clamp(min=0)[:, past:]
+
+
+def _documents_by_restart(position_ids: Tensor, batch: int) -> Tensor | None:
+    starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if starts.device.type == "cpu" and not bool(starts.any()):
+        return None
+    documents = torch.nn.functional.pad(starts.cumsum(-1), (1, 0))
+    return documents.expand(batch, -1)
+
+
+def _documents_of(
+    cu_seq_lens: Tensor, batch: int, length: int, attention_mask: Tensor | None, cache: Cache | None
+) -> Tensor:
+    if batch != 1 or cache is not None or attention_mask is not None:
+        raise InvalidInput(
+            f"cu_seq_lens_q with a batch of {batch} rows, "
+            f"{'a' if cache is not None else 'no'} cache and {'an' if attention_mask is not None else 'no'} attention_mask.",
+            remedy="one packed row, no cache, no attention_mask",
+        )
+    borders = cu_seq_lens.tolist() if cu_seq_lens.device.type == "cpu" else None
+    if borders is not None and (borders[0] != 0 or borders[-1] != length or borders != sorted(borders)):
+        raise InvalidInput(
+            f"cu_seq_lens_q = {borders} for {length} tokens.", remedy="rising borders from 0 to the row's length"
+        )
+    tokens = torch.arange(length, device=cu_seq_lens.device)
+    return (torch.searchsorted(cu_seq_lens.to(tokens.dtype), tokens, right=True) - 1)[None]

@@ -1,0 +1,1 @@
+"""The blocks that a decoder is assembled from."""

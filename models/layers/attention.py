@@ -1,0 +1,75 @@
+"""Grouped-query self-attention, every variant a config field."""
+
+import torch
+from torch import Tensor, nn
+
+from bestiary.kernels.attention import MaskSpec, attention
+from bestiary.kernels.rope import apply_rope
+from bestiary.models.cache import Cache
+from bestiary.models.config import DecoderConfig, QKNormSpan, RopeLayout
+from bestiary.models.layers.linear import Linear
+from bestiary.models.layers.norm import RMSNorm
+from bestiary.models.lora import adapter
+
+
+class SelfAttention(nn.Module):
+    """x → q, k, v → (norm) → RoPE → (norm) → attention → o.
+
+    Args:
+        index: layer number; it decides the window, the RoPE kind and whether there is RoPE at all.
+        name: module name in the decoder, which LoRA targets are matched against.
+    """
+
+    def __init__(self, config: DecoderConfig, index: int, name: str) -> None:
+        super().__init__()
+        heads = config.attention
+        self.config, self.index = heads, index
+        rope = config.rope_of(index)
+        self.interleaved = rope is not None and rope.layout is RopeLayout.INTERLEAVED
+        q_size, kv_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        self.q_proj = Linear(config.hidden_size, q_size, heads.qkv_bias, adapter(config, f"{name}.q_proj"))
+        self.k_proj = Linear(config.hidden_size, kv_size, heads.qkv_bias, adapter(config, f"{name}.k_proj"))
+        self.v_proj = Linear(config.hidden_size, kv_size, heads.qkv_bias, adapter(config, f"{name}.v_proj"))
+        self.o_proj = Linear(q_size, config.hidden_size, heads.out_bias, adapter(config, f"{name}.o_proj"))
+        if heads.qk_norm is not None:
+            full = heads.qk_norm.span is QKNormSpan.FULL
+            self.q_norm = RMSNorm(q_size if full else heads.head_dim, config.norm)
+            self.k_norm = RMSNorm(kv_size if full else heads.head_dim, config.norm)
+        if heads.sinks:
+            self.sinks = nn.Parameter(torch.empty(heads.num_heads))
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: MaskSpec, cache: Cache | None = None
+    ) -> Tensor:
+        """(B, T, H) → (B, T, H).
+
+        Args:
+            rope: cos, sin (B or 1, T, rotary_dim / 2), or None for a layer without RoPE.
+            mask: what each query sees of the keys, those of the cache included.
+            cache: keys and values of earlier tokens; this call appends its own.
+        """
+        q, k, v = self._normed_heads(x)
+        if rope is not None:
+            q = apply_rope(q, *rope, interleaved=self.interleaved)
+            k = apply_rope(k, *rope, interleaved=self.interleaved)
+        if self.config.qk_norm is not None and self.config.qk_norm.after_rope:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if cache is not None:
+            k, v = cache.append(self.index, k, v)
+        sinks = self.sinks if self.config.sinks else None
+        out = attention(q, k, v, mask, scale=self.config.scale, sinks=sinks, softcap=self.config.logit_softcap)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _normed_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys, values (B, heads, T, head_dim), normalised where that comes before RoPE."""
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        norm, clip = self.config.qk_norm, self.config.qkv_clip
+        before = norm is not None and not norm.after_rope
+        if before and norm.span is QKNormSpan.FULL:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if clip is not None:
+            q, k, v = q.clamp(-clip, clip), k.clamp(-clip, clip), v.clamp(-clip, clip)
+        q, k, v = (t.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for t in (q, k, v))
+        if before and norm.span is QKNormSpan.HEAD:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v

@@ -1,0 +1,41 @@
+"""Token embeddings."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bestiary.kernels.errors import TokenOutOfRange
+from bestiary.models.config import DecoderConfig
+
+
+class Embedding(nn.Embedding):
+    """Rows of weight (V, H), times the config's `embedding_multiplier`."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config.vocab_size, config.hidden_size)
+        self.multiplier = config.embedding_multiplier
+        self.multiplier_in_weight_dtype = config.embedding_multiplier_in_weight_dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(B, T) int64 → (B, T, H).
+
+        Raises:
+            TokenOutOfRange: on the CPU always; on an accelerator the lookup itself asserts, without a synchronisation.
+        """
+        if input.device.type == "cpu" and input.numel():
+            self._check(input)
+        embedded = F.embedding(input, self.weight)
+        if self.multiplier == 1.0:
+            return embedded
+        multiplier = self.multiplier
+        if self.multiplier_in_weight_dtype:  # Gemma: √H rounds before it multiplies (bf16: 25.298 becomes 25.25)
+            multiplier = float(torch.tensor(multiplier, dtype=self.weight.dtype))
+        return embedded * multiplier
+
+    def _check(self, input_ids: Tensor) -> None:
+        low, high = (int(bound) for bound in torch.aminmax(input_ids))
+        if low < 0 or high >= self.num_embeddings:
+            raise TokenOutOfRange(
+                f"input_ids holds token id {low if low < 0 else high}, outside [0, {self.num_embeddings}).",
+                remedy="check that the tokenizer belongs to the model, or call resize_token_embeddings",
+            )

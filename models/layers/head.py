@@ -1,0 +1,67 @@
+"""The language-model head: logits, or log-probabilities through the log-prob core."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bestiary.kernels.head import head_logits
+from bestiary.kernels.log_prob import LogProb, linear_log_prob
+from bestiary.models.config import DecoderConfig
+
+
+class Head(nn.Module):
+    """weight (V, H), one Parameter with the embedding when the config ties them. Nobody reads it from outside."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.in_features, self.out_features = config.hidden_size, config.vocab_size
+        self.divisor, self.softcap = config.logits_divisor, config.final_logit_softcap
+        self.tied = config.tie_word_embeddings
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        entropy: bool = False,
+    ) -> Tensor | LogProb:
+        """Logits (..., V) of hidden (..., H); with `targets` (...,) a flat `LogProb` of them, no logits."""
+        if targets is None:
+            return head_logits(hidden, self.weight, divisor=self.divisor, softcap=self.softcap)
+        return linear_log_prob(
+            hidden.reshape(-1, hidden.shape[-1]),
+            self.weight,
+            targets.reshape(-1),
+            divisor=self.divisor,
+            softcap=self.softcap,
+            temperature=temperature,
+            ignore_index=ignore_index,
+            entropy=entropy,
+        )
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, tied={self.tied}"
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if not self.tied:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if self.tied and prefix + "weight" not in state_dict:
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )

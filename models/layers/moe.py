@@ -1,0 +1,146 @@
+"""Routed experts: router, experts, and the shared expert beside them."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bestiary.kernels.experts import ExpertLinear, experts_mlp
+from bestiary.kernels.precision import at_least_fp32
+from bestiary.models.config import DecoderConfig, LoRAConfig, MoE, RouterKind
+from bestiary.models.errors import InvalidConfig
+from bestiary.models.layers.linear import Linear, merge_delta, reset_adapter
+from bestiary.models.layers.mlp import MLP
+from bestiary.models.lora import adapter
+
+
+class Router(nn.Module):
+    """Chooses experts and their weights. weight (E, H), bias (E,), e_score_correction_bias (E,) for sigmoid routers."""
+
+    def __init__(self, config: DecoderConfig, moe: MoE) -> None:
+        super().__init__()
+        self.config, self.num_experts = moe.router, moe.num_experts
+        self.weight = nn.Parameter(torch.empty(moe.num_experts, config.hidden_size))
+        self.bias = nn.Parameter(torch.empty(moe.num_experts)) if moe.router.bias else None
+        if moe.router.kind is RouterKind.SIGMOID:
+            # Trained by its own rule, not by gradients (DeepSeek-V3, arXiv:2412.19437).
+            self.e_score_correction_bias = nn.Parameter(torch.empty(moe.num_experts), requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(N, H) → logits (N, E), weights (N, K) in the logits' dtype, experts (N, K) int64."""
+        if self.config.kind is RouterKind.SIGMOID:
+            return self._sigmoid(x)
+        logits = F.linear(x, self.weight, self.bias)
+        if self.config.kind is RouterKind.TOPK_SOFTMAX:
+            top, indices = logits.topk(self.config.top_k, dim=-1)
+            return logits, top.softmax(-1), indices
+        weights, indices = logits.softmax(-1, dtype=at_least_fp32(logits.dtype)).topk(self.config.top_k, dim=-1)
+        if self.config.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights.to(logits.dtype), indices
+
+    def _sigmoid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Group-limited choice by biased scores, weights from the unbiased ones (transformers' Glm4MoeTopkRouter)."""
+        router, dtype = self.config, at_least_fp32(x.dtype)
+        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        scores = logits.sigmoid()
+        biased = scores + self.e_score_correction_bias
+        if router.num_groups > 1:
+            grouped = biased.unflatten(-1, (router.num_groups, -1))
+            best_groups = grouped.topk(2, dim=-1).values.sum(-1).topk(router.topk_groups, dim=-1).indices
+            open_groups = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=x.device).scatter(
+                1, best_groups, True
+            )
+            biased = grouped.masked_fill(~open_groups[..., None], -torch.inf).flatten(1)
+        indices = biased.topk(router.top_k, dim=-1).indices
+        weights = scores.gather(1, indices)
+        if router.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return logits, (weights * router.scale).to(x.dtype), indices
+
+
+class Experts(nn.Module):
+    """All experts as 3-D parameters: gate_up_proj (E, 2I, H), gate rows first; down_proj (E, H, I); biases (E, 2I), (E, H).
+
+    LoRA: gate_up_proj_lora_A (E, r, H), gate_up_proj_lora_B (E, 2I, r), likewise down_proj; one adapter per expert.
+    """
+
+    def __init__(self, config: DecoderConfig, moe: MoE, name: str) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.clamp = None if moe.clamp is None else (moe.clamp.alpha, moe.clamp.limit)
+        count, hidden, width = moe.num_experts, config.hidden_size, moe.intermediate_size
+        self.lora = {
+            projection: adapter(config, f"{name}.{projection}") for projection in ("gate_up_proj", "down_proj")
+        }
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * width, hidden))
+        self.down_proj = nn.Parameter(torch.empty(count, hidden, width))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * width)) if moe.bias else None
+        self.down_proj_bias = nn.Parameter(torch.empty(count, hidden)) if moe.bias else None
+        for projection, lora in self.lora.items():
+            if lora is not None:
+                self._add_adapter(projection, lora)
+
+    def _add_adapter(self, projection: str, lora: LoRAConfig) -> None:
+        if lora.dropout:
+            raise InvalidConfig(
+                f"lora.dropout = {lora.dropout} with a target on {projection} of experts.",
+                remedy="set dropout to 0: expert adapters have none, in PEFT neither",
+            )
+        count, out_features, in_features = getattr(self, projection).shape
+        lora_A, lora_B = torch.empty(count, lora.r, in_features), torch.empty(count, out_features, lora.r)
+        reset_adapter(lora_A, lora_B)
+        self.register_parameter(f"{projection}_lora_A", nn.Parameter(lora_A))
+        self.register_parameter(f"{projection}_lora_B", nn.Parameter(lora_B))
+
+    def _linear(self, projection: str) -> ExpertLinear:
+        weight, bias, lora = getattr(self, projection), getattr(self, f"{projection}_bias"), self.lora[projection]
+        if lora is None:
+            return ExpertLinear(weight, bias)
+        lora_A, lora_B = getattr(self, f"{projection}_lora_A"), getattr(self, f"{projection}_lora_B")
+        return ExpertLinear(weight, bias, lora_A, lora_B, lora.scaling)
+
+    def merged_weight(self, projection: str) -> Tensor:
+        """gate_up_proj or down_proj with its adapter added, out of place."""
+        linear, lora = self._linear(projection), self.lora[projection]
+        if lora is None or linear.lora_A is None or linear.lora_B is None:
+            return linear.weight
+        return merge_delta(linear.weight, linear.lora_A, linear.lora_B, lora.scaling)
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """(N, H), experts (N, K), weights (N, K) → (N, H)."""
+        return experts_mlp(
+            x,
+            indices,
+            weights,
+            self._linear("gate_up_proj"),
+            self._linear("down_proj"),
+            activation=self.activation,
+            clamp=self.clamp,
+        )
+
+
+class MoEBlock(nn.Module):
+    """Router, experts and, where the config has one, the shared expert."""
+
+    def __init__(self, config: DecoderConfig, moe: MoE, name: str) -> None:
+        super().__init__()
+        self.gate = Router(config, moe)
+        self.experts = Experts(config, moe, f"{name}.experts")
+        self.shared_expert: MLP | None = None
+        self.shared_expert_gate: Linear | None = None
+        if moe.shared is not None:
+            self.shared_expert = MLP(config, f"{name}.shared_expert", moe.shared.intermediate_size)
+            if moe.shared.gated:
+                self.shared_expert_gate = Linear(config.hidden_size, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T, H) → (B, T, H) and the router logits (B·T, E)."""
+        tokens = x.flatten(0, 1)
+        router_logits, weights, indices = self.gate(tokens)
+        out = self.experts(tokens, indices, weights)
+        if self.shared_expert is not None:
+            shared = self.shared_expert(tokens)
+            if self.shared_expert_gate is not None:
+                shared = self.shared_expert_gate(tokens).sigmoid() * shared
+            out = out + shared
+        return out.view_as(x), router_logits

@@ -1,0 +1,77 @@
+"""Component surgery: swap modules by name, resize the vocabulary."""
+
+import re
+from collections.abc import Callable
+from fnmatch import translate
+
+import torch
+from torch import Tensor, nn
+
+from bestiary.models.decoder import Decoder
+from bestiary.models.errors import InvalidInput, NoSuchModule
+
+
+def replace_modules(model: nn.Module, pattern: str, factory: Callable[[str, nn.Module], nn.Module]) -> list[str]:
+    """Swap every module whose name matches `pattern`.
+
+    Args:
+        pattern: glob over `named_modules` names, e.g. "model.layers.*.mlp"; `*` also crosses dots.
+        factory: (name, old module) → new module; it takes the old one's inputs and returns its outputs.
+    Returns:
+        The names that were replaced. A module inside a replaced one is not visited.
+    Raises:
+        NoSuchModule: nothing matches.
+    """
+    wanted = re.compile(translate(pattern))
+    names = [name for name, _ in model.named_modules() if name and wanted.match(name)]
+    outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    if not outermost:
+        raise NoSuchModule(
+            f"no module matches {pattern!r}.",
+            remedy="names are those of model.named_modules(), e.g. model.layers.0.self_attn",
+        )
+    for name in outermost:
+        parent, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        new = factory(name, model.get_submodule(name))
+        if leaf.isdigit() and isinstance(owner, nn.ModuleList):
+            owner[int(leaf)] = new
+        else:
+            setattr(owner, leaf, new)
+    return outermost
+
+
+def resize_token_embeddings(model: Decoder, size: int, *, seed: int = 0) -> nn.Module:
+    """Give the model `size` tokens: old rows bit-equal, new rows drawn as `init_weights` would.
+
+    Updates `decoder_config` and, where it exists already, the transformers config.
+
+    Returns:
+        The embedding module.
+    Raises:
+        InvalidInput: size below 1.
+    """
+    if size < 1:
+        raise InvalidInput(f"new vocabulary size {size}.", remedy="at least 1")
+    config = model.decoder_config.with_(vocab_size=size)
+    embedding, head = model.model.embed_tokens, model.lm_head
+    embedding.weight = _resized(embedding.weight, size, config.initializer_range, seed)
+    embedding.num_embeddings = size
+    if not config.tie_word_embeddings:
+        head.weight = _resized(head.weight, size, config.initializer_range, seed + 1)
+    head.out_features = size
+    model.decoder_config = model.model.decoder_config = config
+    model.tie_weights()
+    if model._config is not None:
+        model._config.vocab_size = size
+    return embedding
+
+
+def _resized(weight: Tensor, size: int, spread: float, seed: int) -> nn.Parameter:
+    kept = min(size, weight.shape[0])
+    resized = torch.empty(size, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    with torch.no_grad():
+        resized[:kept] = weight[:kept]
+        generator = torch.Generator(weight.device).manual_seed(seed)
+        resized[kept:].normal_(0.0, spread, generator=generator)
+    return nn.Parameter(resized, requires_grad=weight.requires_grad)
