@@ -1,0 +1,245 @@
+"""The Hugging Face side: models of the installed transformers, run in true float64.
+
+`.double()` alone is no float64 reference: norms, softmax, RoPE and routers ask for float32 by name. `promoted()` answers
+every such request with float64, while the model is built and while it runs, without touching the library's code.
+Attention and experts run eagerly, the paths that are written down in the modelling files.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from bestiary.verify.inputs import Inputs
+from bestiary.verify.trace import Trace, traced
+from bestiary.verify.weights import perturb
+
+T = TypeVar("T")
+
+
+class _Promote(TorchFunctionMode):
+    """Turns every request for float32 into one for float64."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,  # noqa: ARG002 - the protocol's signature
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if item is torch.float32 else item for item in args)
+        kwargs = {key: torch.float64 if item is torch.float32 else item for key, item in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """torch's default dtype set to `dtype` for the length of the block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def promoted() -> Iterator[None]:
+    """Within the block every request for float32 gets float64."""
+    with default_dtype(torch.float64), _Promote():
+        yield
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Transformers' warnings off: tiny configs break its rules of thumb on purpose."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def reference_class(reference: str) -> Any:
+    """The class that a bridge's `reference` names, e.g. "transformers:Qwen3ForCausalLM"."""
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def hf_config(reference: str, raw: Mapping[str, Any]) -> Any:
+    """A fresh config object of the reference class from config.json content."""
+    cls = reference_class(reference).config_class
+    with quiet():
+        return cls.from_dict(json.loads(json.dumps(raw)))
+
+
+def build(reference: str, raw: Mapping[str, Any], dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A model in eval mode with eager attention and experts; float64 is built under promotion."""
+    config = hf_config(reference, raw)
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    cls = reference_class(reference)
+    with quiet():
+        if dtype is torch.float64:
+            with promoted():
+                model = cls(config)
+        else:
+            with default_dtype(dtype):
+                model = cls(config)
+    return model.eval()
+
+
+class Reference:
+    """One Hugging Face model with perturbed weights and the answers it gave, each computed once.
+
+    Args:
+        reference: "transformers:ClassName".
+        raw: config.json content.
+        seed: of the weights.
+        dtype: float64 (promoted) or float32 (plain).
+        mutate: planted change of the model, applied after the weights are set.
+
+    Attributes:
+        model: the module.   config: its config object.
+    """
+
+    def __init__(
+        self,
+        reference: str,
+        raw: Mapping[str, Any],
+        seed: int,
+        *,
+        dtype: torch.dtype = torch.float64,
+        mutate: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        self.dtype = dtype
+        self.model = build(reference, raw, dtype)
+        self.config = self.model.config
+        perturb(self.model, seed)
+        if mutate is not None:
+            mutate(self.model)
+        self._memo: dict[tuple[str, str], Any] = {}
+        self._bare = [
+            module
+            for module in self.model.modules()
+            if not list(module.parameters(recurse=False)) and not list(module.children())
+        ]
+
+    def _once(self, question: str, inputs: Inputs, answer: Callable[[], T]) -> T:
+        key = (question, inputs.key)
+        if key not in self._memo:
+            self._memo[key] = answer()
+        answered: T = self._memo[key]
+        return answered
+
+    @contextmanager
+    def running(self) -> Iterator[nn.Module]:
+        """The model, in the precision of this reference; what a forward leaves behind in it is undone.
+
+        Dynamic and LongRoPE frequencies are kept between calls by Hugging Face and depend on earlier lengths, and a
+        second LongRoPE call with nested parameters fails there.
+        """
+        before = [(module, dict(vars(module)), dict(module._buffers)) for module in self._bare]
+        try:
+            with quiet():
+                if self.dtype is torch.float64:
+                    with promoted():
+                        yield self.model
+                else:
+                    yield self.model
+        finally:
+            for module, attributes, buffers in before:
+                vars(module).clear()
+                vars(module).update(attributes)
+                module._buffers.clear()
+                module._buffers.update(buffers)
+
+    def state(self) -> dict[str, Tensor]:
+        """The state dict: parameters and persistent buffers under Hugging Face's module names."""
+        return {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+
+    def call(self, inputs: Inputs, **extra: Any) -> dict[str, Any]:
+        """One forward without gradients; tensors detached."""
+        with self.running() as model, torch.no_grad():
+            return dict(model(**inputs.kwargs(), **extra))
+
+    def output(self, inputs: Inputs) -> dict[str, Any]:
+        """Forward output (logits, loss and aux_loss where there are labels), without a cache, computed once."""
+        return self._once("output", inputs, lambda: self.call(inputs, use_cache=False, return_dict=True))
+
+    def logits(self, inputs: Inputs) -> Tensor:
+        """Logits (B, T, V)."""
+        logits: Tensor = self.output(inputs)["logits"]
+        return logits
+
+    def trace(self, inputs: Inputs) -> Trace:
+        """Inputs and outputs of every module in one forward."""
+
+        def answer() -> Trace:
+            with self.running() as model, torch.no_grad():
+                return traced(model, lambda: model(**inputs.kwargs(), use_cache=False))
+
+        return self._once("trace", inputs, answer)
+
+    def gradients(self, inputs: Inputs) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
+        """Output with labels and the gradient of its loss for every parameter and for "inputs_embeds".
+
+        The embeddings are computed inside the model and tapped at their output, so both paths of a tied matrix count.
+        """
+
+        def answer() -> tuple[dict[str, Any], dict[str, Tensor | None]]:
+            taps: list[Tensor] = []
+
+            def tap(_module: nn.Module, _args: Any, output: Tensor) -> None:
+                output.retain_grad()
+                taps.append(output)
+
+            handle = self.model.get_input_embeddings().register_forward_hook(tap)
+            try:
+                with self.running() as model:
+                    model.zero_grad(set_to_none=True)
+                    output = dict(model(**inputs.kwargs(), use_cache=False))
+                    output["loss"].backward()
+            finally:
+                handle.remove()
+            grads = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+            grads["inputs_embeds"] = taps[0].grad
+            self.model.zero_grad(set_to_none=True)
+            plain = {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
+            return plain, grads
+
+        return self._once("gradients", inputs, answer)
+
+
+class ReferencePool:
+    """References shared between levels and between runs (self-test plants many bugs in front of the same ones)."""
+
+    def __init__(self) -> None:
+        self._built: dict[str, Reference] = {}
+
+    def get(
+        self,
+        reference: str,
+        raw: Mapping[str, Any],
+        seed: int,
+        *,
+        dtype: torch.dtype = torch.float64,
+        mutate: Callable[[nn.Module], None] | None = None,
+    ) -> Reference:
+        """The reference of this config and seed, built at first use."""
+        key = json.dumps([reference, raw, seed, str(dtype)], sort_keys=True)
+        if key not in self._built:
+            self._built[key] = Reference(reference, raw, seed, dtype=dtype, mutate=mutate)
+        return self._built[key]

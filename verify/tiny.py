@@ -1,0 +1,207 @@
+"""Tiny configs of a family, derived from its Hugging Face config class: small, awkward and active.
+
+Dimensions differ pairwise and none is a multiple of 64, so that a transposition or a leaked pad is a shape error; one
+config is square instead, where only values can tell. Windows, soft caps and clamps are narrow enough to act, every layer
+type stands at an even and an odd index, hidden 80 has no square root in bfloat16. Values are keyed by field name and
+apply wherever a config class has the field: no family is named here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bestiary.verify.reference import hf_config, reference_class
+
+Raw = dict[str, Any]
+
+WINDOW = 16
+ORIGINAL_CONTEXT = 64
+LENGTH = 72  # of the main probe: beyond 4 windows and the original context
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+BASE: Mapping[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 80,
+    "intermediate_size": 112,
+    "moe_intermediate_size": 36,
+    "shared_expert_intermediate_size": 52,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 8192,
+    "use_sliding_window": True,
+    "sliding_window": WINDOW,
+    "max_window_layers": 2,
+    "num_experts": 12,
+    "num_local_experts": 12,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.05,
+    "query_pre_attn_scalar": 17,
+    "final_logit_softcapping": 8.0,  # a tied head of width 80 gives logits of about that size
+    "swiglu_limit": 0.5,
+    "swiglu_alpha": 1.3,
+}
+
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "base": {},
+    "mha": {  # one KV head per head, large eps, irregular layers, the other setting of the tie
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-3,
+        "num_hidden_layers": 5,
+        "layer_types": [FULL, SLIDING, SLIDING, FULL, SLIDING],
+        "sliding_window": 9,
+        "norm_topk_prob": False,
+        "final_logit_softcapping": None,
+        "swiglu_alpha": 1.702,
+    },
+    "mqa": {  # one KV head for all, no window where the family can do without, 2·I = H, a vocabulary that needs no pad
+        "vocab_size": 128,
+        "num_key_value_heads": 1,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 40,
+        "use_sliding_window": False,
+        "num_experts_per_tok": 5,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [],
+    },
+    "square": {  # every matrix of attention and MLP is 80 × 80; the rest is left to Hugging Face's defaults
+        "vocab_size": 80,
+        "hidden_size": 80,
+        "intermediate_size": 80,
+        "moe_intermediate_size": 80,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 20,
+        "num_experts": 12,
+        "num_local_experts": 12,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+    },
+}
+FROM_DEFAULTS = ("square",)
+
+THETA = {FULL: 5000.0, SLIDING: 300.0, None: 5000.0}
+
+ROPE: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 8.0},
+    "dynamic": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL_CONTEXT,
+    },
+    "yarn": {
+        "factor": 8.0,
+        "original_max_position_embeddings": ORIGINAL_CONTEXT,
+        "beta_fast": 4.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+    "longrope": {  # list lengths follow from head_dim: see `scaling`
+        "factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL_CONTEXT,
+        "short_factor": [],
+        "long_factor": [],
+    },
+}
+"""Parameters that make each RoPE type act at the probe's length; the bounds of YaRN's ramp fall inside the head."""
+
+
+def scaling(rope_type: str, head_dim: int) -> Raw:
+    """`rope_parameters` of one layer type without theta, scaled to be active in a head of `head_dim`."""
+    values: Raw = {"rope_type": rope_type, **ROPE[rope_type]}
+    if rope_type == "longrope":
+        half = head_dim // 2
+        values["short_factor"] = [1.0 + 0.05 * i for i in range(half)]
+        values["long_factor"] = [2.0 + 0.25 * i for i in range(half)]
+    return values
+
+
+def config_defaults(reference: str) -> Raw:
+    """What the config class says when it is given nothing."""
+    defaults: Raw = hf_config(reference, {}).to_dict()
+    return defaults
+
+
+def readable_fields(reference: str) -> Callable[[str], bool]:
+    """A test for a name: declared by the config class, or read from the config by the modelling file."""
+    cls = reference_class(reference)
+    declared = {item.name for item in dataclasses.fields(cls.config_class)}
+    source = inspect.getsource(importlib.import_module(cls.__module__))
+
+    def readable(name: str) -> bool:
+        return name in declared or re.search(rf'config(\.|, "){name}\b', source) is not None
+
+    return readable
+
+
+def layer_count(reference: str) -> int:
+    """Two periods of the family's layer pattern plus one, at least five."""
+    types = hf_config(reference, {"num_hidden_layers": 48, "max_window_layers": 48}).to_dict().get("layer_types")
+    if not types or len(set(types)) == 1:
+        return 5
+    period = next(p for p in range(1, 49) if all(types[i] == types[i % p] for i in range(48)))
+    return max(5, 2 * period + 1) if period <= 16 else 5
+
+
+def rope_layer_types(reference: str) -> list[str]:
+    """Layer types that have RoPE parameters of their own; empty where one set serves all."""
+    parameters = config_defaults(reference).get("rope_parameters") or {}
+    return [name for name, value in parameters.items() if isinstance(value, dict)]
+
+
+def _rope(reference: str, variant: str, head_dim: int) -> Raw | None:
+    """RoPE parameters of a variant: its family's own type in `base`, an active scaling in `base` or `mha`."""
+    nested = rope_layer_types(reference)
+    if nested:
+        kinds = {"base": "linear", "mha": "linear", "mqa": "default"}
+        full = scaling(kinds[variant], head_dim)
+        if variant == "mha":
+            full["factor"] = 3.0
+        return {
+            name: {**(full if name == FULL else scaling("default", head_dim)), "rope_theta": THETA[name]}
+            for name in nested
+        }
+    own = (config_defaults(reference).get("rope_parameters") or {}).get("rope_type", "default")
+    if variant == "mha":
+        values = scaling("yarn", head_dim)
+        if own == "yarn":
+            values |= {"truncate": True, "attention_factor": 1.25}
+    else:
+        values = scaling(own if variant == "base" else "default", head_dim)
+    return {**values, "rope_theta": THETA[None]}
+
+
+def tiny_config(reference: str, variant: str) -> Raw:
+    """config.json content of one variant: only what it sets, so that every default is the reader's own."""
+    readable = readable_fields(reference)
+    values = dict(VARIANTS[variant]) if variant in FROM_DEFAULTS else {**BASE, **VARIANTS[variant]}
+    raw: Raw = {name: value for name, value in values.items() if readable(name)}
+    raw.setdefault("num_hidden_layers", layer_count(reference))
+    raw["model_type"] = reference_class(reference).config_class.model_type
+    defaults = config_defaults(reference)
+    if variant not in FROM_DEFAULTS:
+        raw["rope_parameters"] = _rope(reference, variant, raw["head_dim"] if "head_dim" in raw else 20)
+    if variant == "mha":
+        raw["tie_word_embeddings"] = not defaults["tie_word_embeddings"]
+    for name in ("layer_types", "mlp_only_layers"):
+        if name in raw and name == "layer_types" and len(raw[name]) != raw["num_hidden_layers"]:
+            raise ValueError(f"{variant}: {name} does not fit {raw['num_hidden_layers']} layers")
+    return raw
+
+
+def tiny_configs(reference: str, variants: Sequence[str] = tuple(VARIANTS)) -> dict[str, Raw]:
+    """Every variant by name."""
+    return {variant: tiny_config(reference, variant) for variant in variants}

@@ -1,0 +1,241 @@
+"""The verdict: what a run found, as data with invariants that no caller can break.
+
+`passed + failed + skipped + refused == planned` holds for every level, a skip is never a pass, and the exit code follows
+from the levels. The JSON schema of `Report` is committed beside this file; `write_schema` renews it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SCHEMA = "bestiary.verdict/1"
+SCHEMA_FILE = Path(__file__).with_name("verdict.schema.json")
+
+
+class Exit(IntEnum):
+    """Exit codes of `verify-bridge`."""
+
+    PASS = 0
+    NUMERIC = 1
+    KEYS = 2
+    CONFIG = 3
+    REFUSED = 4
+    INCONCLUSIVE = 5
+    TAMPERING = 6
+    USAGE = 7
+
+
+PRECEDENCE = (
+    Exit.USAGE,
+    Exit.TAMPERING,
+    Exit.KEYS,
+    Exit.CONFIG,
+    Exit.NUMERIC,
+    Exit.INCONCLUSIVE,
+    Exit.REFUSED,
+    Exit.PASS,
+)
+"""Of several findings the first of these is the exit code."""
+
+WORDS = {
+    Exit.PASS: "pass",
+    Exit.NUMERIC: "numeric",
+    Exit.KEYS: "keys",
+    Exit.CONFIG: "config",
+    Exit.REFUSED: "refused",
+    Exit.INCONCLUSIVE: "inconclusive",
+    Exit.TAMPERING: "tampering",
+    Exit.USAGE: "usage",
+}
+Word = Literal["pass", "numeric", "keys", "config", "refused", "inconclusive", "tampering", "usage"]
+Status = Literal["ok", "fail", "refused", "inconclusive", "not run"]
+
+
+def first_present(codes: Iterable[int]) -> Exit:
+    """The code of `codes` that comes first in `PRECEDENCE`; USAGE for none at all (nothing was verified)."""
+    present = {Exit(code) for code in codes}
+    return next((code for code in PRECEDENCE if code in present), Exit.USAGE)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+
+class Worst(_Strict):
+    """The figure of a level that came nearest to its gate, or went furthest past it; figure None: not finite."""
+
+    check: str
+    figure: float | None
+    gate: float
+
+
+class Finding(_Strict):
+    """One check that did not pass: its id, what it found and the exit code that finding means."""
+
+    check: str
+    status: Literal["failed", "refused", "inconclusive", "skipped"]
+    exit_code: Exit
+    detail: str
+    figure: float | None = None
+    gate: float | None = None
+
+
+class Level(_Strict):
+    """One level of VERIFY: counts, time, worst figure; `findings` lists every check that did not pass (at most 200)."""
+
+    id: str
+    title: str
+    status: Status
+    planned: int = Field(ge=0)
+    passed: int = Field(ge=0)
+    failed: int = Field(ge=0)
+    skipped: int = Field(ge=0)
+    refused: int = Field(ge=0)
+    seconds: float = Field(ge=0)
+    worst: Worst | None = None
+    findings: list[Finding] = Field(default_factory=list, max_length=200)
+
+    @model_validator(mode="after")
+    def _counts_add_up(self) -> Level:
+        if self.passed + self.failed + self.skipped + self.refused != self.planned:
+            raise ValueError(
+                f"{self.id}: passed {self.passed} + failed {self.failed} + skipped {self.skipped}"
+                f" + refused {self.refused} is not planned {self.planned}"
+            )
+        if self.status == "ok" and (self.failed or self.skipped or not self.planned):
+            raise ValueError(f"{self.id}: a level with failed, skipped or no checks cannot be ok")
+        return self
+
+
+class Divergence(_Strict):
+    """The earliest place where inputs agree and an output does not."""
+
+    module: str
+    hf_module: str
+    tensor: str
+    layer: int | None = None
+    layer_type: str | None = None
+    position: int | None = None
+    index: list[int] = Field(default_factory=list)
+    ours: float | None = None
+    hf: float | None = None
+    rel_rms: float | None = None
+    max_over_std: float | None = None
+    inputs_equal: bool
+    pattern: list[str] = Field(default_factory=list)
+    case: str
+
+
+class Hypothesis(_Strict):
+    """A planted bug that, applied to the reference, reproduces our output to `reproduces_to` (max|Δ|/std)."""
+
+    mutation_id: str
+    reproduces_to: float
+    hint: str
+    config_fields: list[str] = Field(default_factory=list)
+
+
+class FieldFinding(_Strict):
+    """One config field and value, how Hugging Face reacts to it and what ours did."""
+
+    field: str
+    value: Any
+    kind: Literal["live", "shape", "train", "dead", "rejected"]
+    ours: Literal["equal", "refused", "ignored", "different", "moved", "not compared"]
+    note: str = ""
+
+
+class Keys(_Strict):
+    """Coverage of checkpoint keys."""
+
+    missing: list[str] = Field(default_factory=list)
+    unexpected: list[str] = Field(default_factory=list)
+    shape_mismatch: list[str] = Field(default_factory=list)
+    ignored_with_reason: dict[str, str] = Field(default_factory=dict)
+
+
+class Activity(_Strict):
+    """Whether the tiny configs exercise what they must: dead parameters and inactive clips make a run inconclusive."""
+
+    dead_params: list[str] = Field(default_factory=list)
+    clipped: dict[str, float] = Field(default_factory=dict)
+    min_router_margin: float | None = None
+    deterministic: bool = True
+
+
+class Verdict(_Strict):
+    """The finding for one family or checkpoint."""
+
+    family: str
+    model_type: str
+    reference_class: str
+    verdict: Word
+    exit_code: Exit
+    scope: Literal["full", "partial"]
+    gate_version: int
+    official: bool
+    env: dict[str, str]
+    hashes: dict[str, str]
+    seed: int
+    seconds: float
+    levels: list[Level]
+    cases: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    first_divergence: Divergence | None = None
+    hypotheses: list[Hypothesis] = Field(default_factory=list)
+    keys: Keys = Field(default_factory=Keys)
+    config: list[FieldFinding] = Field(default_factory=list)
+    activity: Activity = Field(default_factory=Activity)
+    repro: str | None = None
+    error: str | None = None
+
+    @model_validator(mode="after")
+    def _passes_only_if_everything_did(self) -> Verdict:
+        if WORDS[self.exit_code] != self.verdict:
+            raise ValueError(f"verdict {self.verdict!r} and exit code {int(self.exit_code)} contradict each other")
+        if self.exit_code == Exit.PASS:
+            if not self.levels or any(level.status != "ok" for level in self.levels):
+                raise ValueError("a verdict passes only if it has levels and each of them is ok")
+            if self.error or self.activity.dead_params or not self.activity.deterministic:
+                raise ValueError("a verdict with an error or a dead parameter cannot pass")
+        return self
+
+
+class Report(_Strict):
+    """What `--json` writes: one verdict a family and the exit code over all of them."""
+
+    schema_: Literal["bestiary.verdict/1"] = Field(default="bestiary.verdict/1", alias="schema")
+    exit_code: Exit
+    verdicts: list[Verdict]
+
+    @model_validator(mode="after")
+    def _code_follows(self) -> Report:
+        expected = first_present(verdict.exit_code for verdict in self.verdicts)
+        if self.exit_code != expected:
+            raise ValueError(f"exit code {int(self.exit_code)} does not follow from the verdicts ({int(expected)})")
+        return self
+
+    def to_json(self) -> str:
+        """The report as JSON text, keys as in the schema."""
+        return self.model_dump_json(by_alias=True, indent=1)
+
+
+def report(verdicts: list[Verdict]) -> Report:
+    """The report over `verdicts`, with the exit code that follows from them."""
+    return Report(exit_code=first_present(verdict.exit_code for verdict in verdicts), verdicts=verdicts)
+
+
+def schema_text() -> str:
+    """The JSON schema of `Report`, as committed in `SCHEMA_FILE`."""
+    return json.dumps(Report.model_json_schema(by_alias=True), indent=1, sort_keys=True) + "\n"
+
+
+def write_schema() -> Path:
+    """Renews the committed schema file and returns its path."""
+    SCHEMA_FILE.write_text(schema_text())
+    return SCHEMA_FILE

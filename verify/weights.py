@@ -1,0 +1,75 @@
+"""Weights for tiny models, drawn by name, so that a parameter keeps its values whatever else a config changes.
+
+Hugging Face's initial weights hide bugs: norms are one, biases zero, the residual stream is the embedding alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+
+def _draw(name: str, shape: torch.Size, seed: int) -> Tensor:
+    """Standard normal values in float64, a function of name and seed alone."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.randn(shape.numel(), generator=generator, dtype=torch.float64).reshape(shape)
+
+
+def _value(name: str, current: Tensor, owner: nn.Module, seed: int) -> Tensor:
+    noise = _draw(name, current.shape, seed)
+    leaf = name.rpartition(".")[2]
+    if "norm" in type(owner).__name__.lower() and not leaf.endswith("bias"):
+        centre = float(current.detach().float().mean().round())  # 1, or 0 where the norm computes 1 + weight
+        return centre + 0.3 * noise
+    if leaf.endswith("bias"):
+        return 0.3 * noise
+    if current.ndim < 2:
+        return noise  # sinks and other per-head scalars
+    if isinstance(owner, nn.Embedding):
+        return noise  # large beside the branches, so that tokens keep apart and every expert gets some
+    fan_in = current.shape[1] if current.ndim == 2 else min(current.shape[-2:])
+    return noise * fan_in**-0.5
+
+
+@torch.no_grad()
+def perturb(model: nn.Module, seed: int) -> None:
+    """Overwrites every parameter and persistent buffer of a Hugging Face model in place.
+
+    Matrices N(0, 1 / fan_in), embeddings N(0, 1), norms 1 + 0.3 N (0.3 N where the model adds the one), biases 0.3 N, sinks N(0, 1).
+    """
+    persistent = set(model.state_dict())
+    tensors = [*model.named_parameters(), *(item for item in model.named_buffers() if item[0] in persistent)]
+    for name, tensor in tensors:
+        owner = model.get_submodule(name.rpartition(".")[0])
+        tensor.copy_(_value(name, tensor, owner, seed))
+
+
+@torch.no_grad()
+def fingerprint(model: nn.Module) -> None:
+    """Overwrites every parameter with a running count, so that no two elements of the model are equal.
+
+    Exact in float32 up to 2**24 elements: a swap, a transposition or a repeated slice cannot cancel.
+    """
+    start = 0
+    for _, parameter in model.named_parameters():
+        count = parameter.numel()
+        values = torch.arange(start, start + count, dtype=torch.float64)
+        parameter.copy_(values.reshape(parameter.shape))
+        start += count
+    if start >= 2**24:
+        raise ValueError(f"{start} elements do not have distinct fp32 fingerprints (limit 2**24)")
+
+
+@torch.no_grad()
+def random_bits(model: nn.Module, seed: int) -> None:
+    """Overwrites every bfloat16 parameter with random finite bit patterns, subnormals and −0.0 among them."""
+    for name, parameter in model.named_parameters():
+        digest = hashlib.sha256(f"{seed}:bits:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        bits = torch.randint(-(2**15), 2**15, parameter.shape, generator=generator, dtype=torch.int16)
+        infinite = (bits & 0x7F80) == 0x7F80  # exponent all ones: inf or NaN
+        bits = torch.where(infinite, bits & 0x3FFF, bits)
+        parameter.copy_(bits.view(torch.bfloat16))
