@@ -89,7 +89,7 @@ def attention(
     """softmax(cap(q kᵀ · scale) + mask) v, one learned logit per head joining the softmax where `sinks` is given.
 
     Args:
-        q: (B, h, T, d).   k, v: (B, h_kv, S, d), h a multiple of h_kv; query head i reads key/value head i // (h / h_kv).
+        q: (B, h, T, d).   k, v: (B, h_kv, S, d); h is a multiple of h_kv, query head i reads head i // (h / h_kv).
         mask: what each query sees; a query that sees nothing (padding) gets a finite output without meaning.
         sinks: (h,), the logit that takes probability and gives no value (arXiv:2309.17453, as in GPT-OSS).
         softcap: cap · tanh(score / cap) before the mask (Gemma 2).

@@ -5,7 +5,6 @@ grouped   tokens sorted by expert, one grouped matmul a projection; bf16, fp16 o
 """
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +39,7 @@ class ExpertLinear:
 
     def grouped(self, x: Tensor, offsets: Tensor, expert_of: Tensor) -> Tensor:
         """(n, in) sorted by expert → (n, out); `offsets` (E,) int32 are the ends, `expert_of` (n,) the experts."""
-        y = cast(Tensor, F.grouped_mm(x, self.weight.transpose(-1, -2), offs=offsets))
+        y = F.grouped_mm(x, self.weight.transpose(-1, -2), offs=offsets)
         if self.bias is not None:
             y = y + self.bias[expert_of]
         if self.lora_A is not None and self.lora_B is not None:

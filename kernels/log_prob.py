@@ -87,6 +87,7 @@ def _check_labels(target: Tensor, valid: Tensor, vocab_size: int) -> None:
     if wrong.any():
         position = int(wrong.nonzero()[0])
         raise LabelOutOfRange(
-            f"label {int(target[position])} at flat position {position} is outside [0, {vocab_size}) and not ignore_index.",
+            f"label {int(target[position])} at flat position {position} is outside [0, {vocab_size}) "
+            "and not ignore_index.",
             remedy="mask it with ignore_index = -100, or check the tokenizer against vocab_size",
         )

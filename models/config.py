@@ -1,7 +1,7 @@
 """`DecoderConfig`: everything in which decoder families differ, as named fields of one frozen tree.
 
-The tree is complete before any module is built, so LoRA, windows, norms and routers are decided by data.
-An enum member exists only because a Hugging Face block needs it; `tests/models/test_blocks.py` holds the proof for each.
+The tree is complete before any module is built, so LoRA, windows, norms and routers are decided by data. An enum member
+exists only because a Hugging Face block needs it; `tests/models/test_blocks.py` holds the proof for each.
 """
 
 from __future__ import annotations
@@ -274,7 +274,8 @@ class DecoderConfig:
             )
         if self.attention.num_heads % self.attention.num_kv_heads:
             raise InvalidConfig(
-                f"num_heads = {self.attention.num_heads} is not a multiple of num_kv_heads = {self.attention.num_kv_heads}.",
+                f"num_heads = {self.attention.num_heads} is not a multiple of "
+                f"num_kv_heads = {self.attention.num_kv_heads}.",
                 remedy="every key/value head serves the same number of query heads",
             )
 

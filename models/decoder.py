@@ -17,7 +17,7 @@ from bestiary.kernels.attention import MaskSpec
 from bestiary.kernels.balance import load_balancing_loss
 from bestiary.kernels.log_prob import LogProb
 from bestiary.models.cache import Cache
-from bestiary.models.config import DecoderConfig, NormPlacement
+from bestiary.models.config import DecoderConfig, LayerType, NormPlacement
 from bestiary.models.errors import InvalidConfig, InvalidInput
 from bestiary.models.generation import GenerationMixin
 from bestiary.models.inputs import Inputs, read_inputs, shifted
@@ -108,7 +108,7 @@ class Backbone(nn.Module):
         masks = inputs.masks(self.decoder_config, cache)
         router_logits = []
         for layer in self.layers:
-            arguments = (x, tables.get(layer.rope), masks[layer.layer_type], cache)
+            arguments = (x, tables.get(layer.rope), masks[cast(LayerType, layer.layer_type)], cache)
             if self.gradient_checkpointing and torch.is_grad_enabled() and cache is None:
                 x, logits = checkpoint(layer, *arguments, use_reentrant=False)
             else:
@@ -180,7 +180,7 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         Args:
             input_ids: (B, T) int64, or `inputs_embeds` (B, T, H), taken as they are (already scaled).
             attention_mask: (B, past + T), 1 for tokens and 0 for padding.
-            position_ids: (B or 1, T) int64. Without mask and cache, a new document starts where they do not rise by one.
+            position_ids: (B or 1, T) int64. Without mask and cache, a document starts where they do not rise by one.
             labels: (B, T), the tokens themselves, −100 ignored; shifted here, never across a document border.
             shift_labels: (B, T), the target at each position, already shifted; wins over `labels`.
             num_items_in_batch: divisor of the summed loss; None: the number of targets.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class GenerationMixin:
 
     @torch.no_grad()
     def generate(
-        self: "Decoder",
+        self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         generation_config: Any = None,
@@ -102,22 +102,23 @@ class GenerationMixin:
             InvalidInput: right padding, an empty row, or a length beyond the context without `allow_long`.
         """
         given = {"do_sample": do_sample, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        model = cast("Decoder", self)
         sampling = _sampling(given, generation_config)
         if max_new_tokens is None:
             max_new_tokens = getattr(generation_config, "max_new_tokens", None) or 20
-        stops = _stop_ids(self, stop_token_ids, generation_config)
+        stops = _stop_ids(model, stop_token_ids, generation_config)
         pad = _pad_id(pad_token_id, generation_config, stops)
         mask = _left_padding(input_ids, attention_mask)
-        _check_length(self, input_ids, mask, max_new_tokens, allow_long)
+        _check_length(model, input_ids, mask, max_new_tokens, allow_long)
 
         device, rows = input_ids.device, input_ids.shape[0]
         stop_tensor = torch.tensor(stops, dtype=input_ids.dtype, device=device)
         running = torch.ones(rows, dtype=torch.bool, device=device)
-        cache = Cache(self.decoder_config) if use_cache else None
+        cache = Cache(model.decoder_config) if use_cache else None
         sequence, log_probs = input_ids, []
         unseen = input_ids
         for _ in range(max_new_tokens):
-            output = self(unseen, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
+            output = model(unseen, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
             logits = output["logits"][:, -1]
             chosen = torch.where(running, sampling.choose(logits, generator), pad)
             if return_log_probs:

@@ -60,7 +60,8 @@ def read_inputs(
     given = input_ids if input_ids is not None else embeds
     if given is None or given.dim() != (2 if embeds is None else 3):
         raise InvalidInput(
-            f"{'input_ids' if embeds is None else 'inputs_embeds'} has shape {tuple(given.shape) if given is not None else ()}.",
+            f"{'input_ids' if embeds is None else 'inputs_embeds'} has shape "
+            f"{() if given is None else tuple(given.shape)}.",
             remedy="(batch, tokens) for input_ids, (batch, tokens, hidden_size) for inputs_embeds",
         )
     batch, length = given.shape[:2]
@@ -128,7 +129,7 @@ def _documents_of(
     if batch != 1 or cache is not None or attention_mask is not None:
         raise InvalidInput(
             f"cu_seq_lens_q with a batch of {batch} rows, "
-            f"{'a' if cache is not None else 'no'} cache and {'an' if attention_mask is not None else 'no'} attention_mask.",
+            f"{'no' if cache is None else 'a'} cache and {'no' if attention_mask is None else 'an'} attention_mask.",
             remedy="one packed row, no cache, no attention_mask",
         )
     borders = cu_seq_lens.tolist() if cu_seq_lens.device.type == "cpu" else None

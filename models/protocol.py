@@ -31,7 +31,8 @@ def bridge_of(model_type: str) -> Any:
     if model_type not in found:
         raise MissingBridge(
             f"no bridge is registered for model_type = {model_type!r}.",
-            remedy=f"registered: {', '.join(sorted(found))}; a package adds one by the entry-point group bestiary.bridges",
+            remedy=f"registered: {', '.join(sorted(found))}; "
+            "a package adds one by the entry-point group bestiary.bridges",
         )
     return found[model_type].load()
 
@@ -84,7 +85,7 @@ class TrainerProtocol:
             lora: adapters to build in; the base is frozen.
             mesh: device mesh to shard over.   backend: "native".   revision: branch, tag or commit on the hub.
         Raises:
-            bestiary.bridges.errors: unknown model type, unsupported config, missing or extra keys, corrupt files, offline.
+            bestiary.bridges.errors: unknown model type, unsupported config, missing keys, corrupt files, offline.
         """
         model = bridge_of("auto").load(
             src, dtype=dtype, device=device, lora=lora, mesh=mesh, backend=backend, revision=revision, cls=cls

@@ -3,12 +3,14 @@
 import re
 from collections.abc import Callable
 from fnmatch import translate
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from bestiary.models.decoder import Decoder
 from bestiary.models.errors import InvalidInput, NoSuchModule
+from bestiary.models.layers.head import Head
 
 
 def replace_modules(model: nn.Module, pattern: str, factory: Callable[[str, nn.Module], nn.Module]) -> list[str]:
@@ -54,7 +56,7 @@ def resize_token_embeddings(model: Decoder, size: int, *, seed: int = 0) -> nn.M
     if size < 1:
         raise InvalidInput(f"new vocabulary size {size}.", remedy="at least 1")
     config = model.decoder_config.with_(vocab_size=size)
-    embedding, head = model.model.embed_tokens, model.lm_head
+    embedding, head = model.model.embed_tokens, cast(Head, model.lm_head)
     embedding.weight = _resized(embedding.weight, size, config.initializer_range, seed)
     embedding.num_embeddings = size
     if not config.tie_word_embeddings:

@@ -64,12 +64,12 @@ class SelfAttention(nn.Module):
         """Queries, keys, values (B, heads, T, head_dim), normalised where that comes before RoPE."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         norm, clip = self.config.qk_norm, self.config.qkv_clip
-        before = norm is not None and not norm.after_rope
-        if before and norm.span is QKNormSpan.FULL:
+        span = None if norm is None or norm.after_rope else norm.span
+        if span is QKNormSpan.FULL:
             q, k = self.q_norm(q), self.k_norm(k)
         if clip is not None:
             q, k, v = q.clamp(-clip, clip), k.clamp(-clip, clip), v.clamp(-clip, clip)
         q, k, v = (t.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for t in (q, k, v))
-        if before and norm.span is QKNormSpan.HEAD:
+        if span is QKNormSpan.HEAD:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v

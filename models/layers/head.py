@@ -44,6 +44,7 @@ class Head(nn.Module):
         )
 
     def extra_repr(self) -> str:
+        """Sizes, for `print(model)`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, tied={self.tied}"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

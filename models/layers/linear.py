@@ -29,6 +29,7 @@ class Linear(nn.Linear):
             reset_adapter(self.lora_A, self.lora_B)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., in) → (..., out)."""
         y = F.linear(x, self.weight, self.bias)
         if self.lora is None:
             return y

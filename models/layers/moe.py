@@ -59,7 +59,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts as 3-D parameters: gate_up_proj (E, 2I, H), gate rows first; down_proj (E, H, I); biases (E, 2I), (E, H).
+    """All experts as 3-D parameters: gate_up_proj (E, 2I, H), gate rows first; down_proj (E, H, I); `_bias` of both.
 
     LoRA: gate_up_proj_lora_A (E, r, H), gate_up_proj_lora_B (E, 2I, r), likewise down_proj; one adapter per expert.
     """

@@ -8,7 +8,7 @@ from bestiary.models.config import Norm, NormCast
 
 
 class RMSNorm(nn.Module):
-    """Normalises the last dimension; weight (size,), starting at 1, or at 0 where the model multiplies by 1 + weight."""
+    """Normalises the last dimension; weight (size,), starting at 1, or at 0 where the model scales by 1 + weight."""
 
     def __init__(self, size: int, config: Norm) -> None:
         super().__init__()
@@ -21,6 +21,7 @@ class RMSNorm(nn.Module):
         nn.init.constant_(self.weight, 0.0 if self.config.plus_one else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., size) → (..., size)."""
         style = self.config
         return rms_norm(
             x,
@@ -31,4 +32,5 @@ class RMSNorm(nn.Module):
         )
 
     def extra_repr(self) -> str:
+        """Size and style, for `print(model)`."""
         return f"{self.weight.shape[0]}, eps={self.config.eps}, plus_one={self.config.plus_one}"
