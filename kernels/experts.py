@@ -34,7 +34,7 @@ class ExpertLinear:
         y = F.linear(x, self.weight[expert], None if self.bias is None else self.bias[expert])
         if self.lora_A is not None and self.lora_B is not None:
             low = F.linear(x.to(self.lora_A.dtype), self.lora_A[expert])
-            y = y + (F.linear(low, self.lora_B[expert]) * self.scaling).to(y.dtype)
+            y = (y + F.linear(low, self.lora_B[expert]) * self.scaling).to(y.dtype)
         return y
 
     def grouped(self, x: Tensor, offsets: Tensor, expert_of: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class ExpertLinear:
             y = y + self.bias[expert_of]
         if self.lora_A is not None and self.lora_B is not None:
             low = F.grouped_mm(x.to(self.lora_A.dtype), self.lora_A.transpose(-1, -2), offs=offsets)
-            y = y + (F.grouped_mm(low, self.lora_B.transpose(-1, -2), offs=offsets) * self.scaling).to(y.dtype)
+            y = (y + F.grouped_mm(low, self.lora_B.transpose(-1, -2), offs=offsets) * self.scaling).to(y.dtype)
         return y
 
 

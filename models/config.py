@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+import torch
+
 from bestiary.models.errors import InvalidConfig
 
 
@@ -206,8 +208,16 @@ class MoE:
 class LoRAConfig:
     """Low-rank adapters (arXiv:2106.09685): y += x Aᵀ Bᵀ · scaling, alpha / r, or alpha / √r with `rslora`.
 
-    `targets` are glob patterns over module names, matched on the whole name or on its end after a dot
-    (`"q_proj"`, `"*.mlp.*_proj"`, `"mlp.experts.gate_up_proj"`). A pattern that matches nothing is an error.
+    Every pattern is a glob over module names, matched on the whole name or on its end after a dot: `"q_proj"`,
+    `"*_proj"` (every projection, experts too), `"layers.3.mlp.*_proj"`, `"mlp.experts.gate_up_proj"`, `"mlp.gate"`
+    (a router). A pattern that matches nothing is an error.
+
+    Attributes:
+        r, alpha: rank and numerator of the scaling.
+        rank_pattern, alpha_pattern: (pattern, value) where others hold; the first match counts.
+        targets: which weights carry an adapter.
+        dropout: on the adapter's input while training; experts and routers have none.
+        dtype: of the adapters; None: the model's. float32 on a bfloat16 base keeps small steps from rounding away.
     """
 
     r: int
@@ -215,6 +225,25 @@ class LoRAConfig:
     targets: tuple[str, ...]
     dropout: float = 0.0
     rslora: bool = False
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    alpha_pattern: tuple[tuple[str, float], ...] = ()
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("targets", "rank_pattern", "alpha_pattern"):
+            value = vars(self)[name]
+            if isinstance(value, str):
+                raise InvalidConfig(f"lora.{name} = {value!r} is one string.", remedy=f"a tuple: ({value!r},)")
+            object.__setattr__(self, name, tuple(value.items() if isinstance(value, dict) else value))
+        if not self.targets:
+            raise InvalidConfig("lora.targets is empty.", remedy='name what to adapt, e.g. ("q_proj", "v_proj")')
+        for rank in (self.r, *(rank for _, rank in self.rank_pattern)):
+            if rank < 1:
+                raise InvalidConfig(f"lora rank r = {rank}.", remedy="at least 1")
+        if not 0 <= self.dropout < 1:
+            raise InvalidConfig(f"lora.dropout = {self.dropout}.", remedy="a probability in [0, 1)")
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise InvalidConfig(f"lora.dtype = {self.dtype}.", remedy="a floating-point dtype, or None")
 
     @property
     def scaling(self) -> float:

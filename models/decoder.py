@@ -6,7 +6,7 @@ sandwich   x + norm(attn(norm x))        x + norm(mlp(norm x))       Gemma, GLM-
 """
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, ClassVar, cast
 
 import torch
@@ -24,12 +24,11 @@ from bestiary.models.inputs import Inputs, read_inputs, shifted
 from bestiary.models.layers.attention import SelfAttention
 from bestiary.models.layers.embedding import Embedding
 from bestiary.models.layers.head import Head
-from bestiary.models.layers.linear import Linear, reset_adapter
 from bestiary.models.layers.mlp import MLP
-from bestiary.models.layers.moe import Experts, MoEBlock
+from bestiary.models.layers.moe import MoEBlock
 from bestiary.models.layers.norm import RMSNorm
 from bestiary.models.layers.rotary import RotaryTable
-from bestiary.models.lora import matches
+from bestiary.models.lora import ADAPTER_LEAVES, Adaptable, check_targets, reset_adapter, sites
 from bestiary.models.output import DecoderOutput
 from bestiary.models.protocol import TrainerProtocol
 
@@ -244,8 +243,11 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         if self.decoder_config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def init_weights(self, seed: int = 0) -> None:
+    def init_weights(self, seed: int = 0, *, only: Container[str] | None = None) -> None:
         """Normal(0, initializer_range) for matrices and sinks, identity norms, zero biases, neutral adapters.
+
+        Args:
+            only: names of the parameters to draw; None: all.
 
         Each parameter draws from a generator of its own, seeded by `seed` and its name, so a model built on meta, in
         parts or in another order gets the same values.
@@ -253,13 +255,15 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         norms = {f"{n}.weight" for n, module in self.named_modules() if isinstance(module, RMSNorm)}
         with torch.no_grad():
             for name, parameter in self.named_parameters():
+                if only is not None and name not in only:
+                    continue
                 generator = torch.Generator(parameter.device).manual_seed((seed << 32) + zlib.crc32(name.encode()))
                 if name in norms:
                     parameter.fill_(0.0 if self.decoder_config.norm.plus_one else 1.0)
-                elif name.endswith(("bias", "lora_B")):
+                elif name.endswith("bias"):
                     parameter.zero_()
-                elif name.endswith("lora_A"):
-                    reset_adapter(parameter, parameter[..., :0], generator)
+                elif name.endswith(ADAPTER_LEAVES):
+                    reset_adapter(name, parameter, generator)
                 else:
                     parameter.normal_(0.0, self.decoder_config.initializer_range, generator=generator)
 
@@ -267,19 +271,35 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         lora = self.decoder_config.lora
         if lora is None:
             return
-        names = [n for n, module in self.named_modules() if isinstance(module, Linear)]
-        for name, module in self.named_modules():
-            if isinstance(module, Experts):
-                names += [f"{name}.gate_up_proj", f"{name}.down_proj"]
-        for target in lora.targets:
-            if not any(matches(name, target) for name in names):
-                raise InvalidConfig(
-                    f"lora.targets = {target!r} matches no linear layer and no expert projection.",
-                    remedy=f"patterns over names such as {names[0]!r}; the last parts here are "
-                    + ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names})),
-                )
+        check_targets(lora, (site.name for site in sites(self)))
+        base = {name: p for name, p in self.named_parameters() if not name.endswith(ADAPTER_LEAVES)}
+        self._frozen = frozenset(name for name, parameter in base.items() if parameter.requires_grad)
+        for parameter in base.values():
+            parameter.requires_grad_(False)
+
+    _frozen: frozenset[str] = frozenset()  # what LoRA froze and `merge_lora` frees again
+
+    def merge_lora(self) -> None:
+        """Fold every adapter into its weight and drop it: then the model is one built without LoRA, all trainable.
+
+        One-way: the base is not recoverable. To read merged tensors and keep the adapters, use `named_hf_tensors`.
+
+        Raises:
+            InvalidConfig: there is no adapter (a second merge included).
+        """
+        if self.decoder_config.lora is None:
+            raise InvalidConfig("merge_lora() on a model without LoRA.", remedy="merge once, with `lora` in the config")
+        for site in sites(self):
+            if site.adapter is not None:
+                with torch.no_grad():
+                    site.weight.copy_(site.merged())
+        for module in self.modules():
+            if isinstance(module, Adaptable):
+                module.drop_adapters()
         for name, parameter in self.named_parameters():
-            parameter.requires_grad_(name.endswith(("lora_A", "lora_B")))
+            parameter.requires_grad_(parameter.requires_grad or name in self._frozen)
+        self._frozen = frozenset()
+        self.decoder_config = self.model.decoder_config = self.decoder_config.with_(lora=None)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Decoder":
         super()._apply(fn, recurse)

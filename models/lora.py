@@ -1,8 +1,24 @@
-"""Which modules carry a LoRA adapter: decided from names, before construction."""
+"""LoRA (arXiv:2106.09685): which weights carry an adapter, decided from names before construction; how it merges."""
 
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from bestiary.models.config import DecoderConfig, LoRAConfig
+from bestiary.models.errors import InvalidConfig
+
+ADAPTER_LEAVES = ("lora_A", "lora_B")  # endings of the parameters that are adapters
+
+_REFUSED = {
+    "lm_head": "it runs inside the log-prob core, and where it is tied an adapter would part it from the embedding",
+    "embed_tokens": "it is a lookup, and where it is tied an adapter would part it from the head",
+}
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -11,6 +27,143 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def adapter(config: DecoderConfig, name: str) -> LoRAConfig | None:
-    """The LoRA of module `name`, or None if no target pattern means it."""
+    """The LoRA of module `name` with its own r and alpha, or None if no target pattern means it."""
     lora = config.lora
-    return lora if lora is not None and any(matches(name, target) for target in lora.targets) else None
+    if lora is None or not any(matches(name, target) for target in lora.targets):
+        return None
+    ranks = [rank for pattern, rank in lora.rank_pattern if matches(name, pattern)]
+    alphas = [alpha for pattern, alpha in lora.alpha_pattern if matches(name, pattern)]
+    return replace(
+        lora,
+        r=ranks[0] if ranks else lora.r,
+        alpha=alphas[0] if alphas else lora.alpha,
+        rank_pattern=(),
+        alpha_pattern=(),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """The adapter of one weight: the Parameters themselves.
+
+    Shapes: lora_A (r, in) and lora_B (out, r), with a leading E for experts.
+    """
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    config: LoRAConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A weight that can carry an adapter.
+
+    Attributes:
+        name: what targets are matched against: the module of a linear layer, or the projection of experts
+            ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.gate_up_proj").
+        weight_name: the parameter's name in the model.
+        weight: (out, in), or (E, out, in) for experts.
+        adapter: None where no target means it.
+    """
+
+    name: str
+    weight_name: str
+    weight: nn.Parameter
+    adapter: LowRank | None
+
+    def merged(self) -> Tensor:
+        """The weight with its adapter added, out of place; without an adapter the weight itself. No gradient."""
+        if self.adapter is None:
+            return self.weight.detach()
+        return merge_delta(self.weight, self.adapter.lora_A, self.adapter.lora_B, self.adapter.config.scaling)
+
+
+class Adaptable(ABC):
+    """Mixin of the layers that have LoRA built in."""
+
+    @abstractmethod
+    def sites(self, name: str) -> Iterator[Site]:
+        """The weights of this layer that can carry an adapter; `name` is the layer's in the model."""
+
+    @abstractmethod
+    def drop_adapters(self) -> None:
+        """Forget the adapters, leaving the weights as they are."""
+
+    @property
+    def base_layer(self) -> Any:
+        """Absent, as in any layer that wraps nothing; PEFT asks for it when it is about to wrap this one.
+
+        Raises:
+            InvalidConfig: the layer has an adapter of its own.
+        """
+        if any(site.adapter is not None for site in self.sites("")):
+            raise InvalidConfig(
+                "PEFT wraps a layer that has its own adapter (DecoderConfig.lora); two on one layer would both train.",
+                remedy="build the model without `lora`, or call merge_lora() first, or let PEFT target other layers",
+            )
+        raise AttributeError("base_layer")
+
+
+def sites(model: nn.Module) -> Iterator[Site]:
+    """Every weight of a model that can carry an adapter, in the order of its modules."""
+    for name, module in model.named_modules():
+        if isinstance(module, Adaptable):
+            yield from module.sites(name)
+
+
+def check_targets(lora: LoRAConfig, names: Iterable[str]) -> None:
+    """Refuse patterns that mean none of the `names` that can carry an adapter.
+
+    Raises:
+        InvalidConfig: names the field and the pattern, and what there is; embedding and head with their reason.
+    """
+    known = list(names)
+    leaves = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in known}))
+    patterns = [("targets", target) for target in lora.targets]
+    patterns += [("rank_pattern", pattern) for pattern, _ in lora.rank_pattern]
+    patterns += [("alpha_pattern", pattern) for pattern, _ in lora.alpha_pattern]
+    for field, pattern in patterns:
+        if any(matches(name, pattern) for name in known):
+            continue
+        for leaf, why in _REFUSED.items():
+            if matches(f"model.{leaf}", pattern) or matches(leaf, pattern):
+                raise InvalidConfig(
+                    f"lora.{field} = {pattern!r} means {leaf}, which takes no adapter: {why}.",
+                    remedy=f"train {leaf} in full: set requires_grad_(True) on its weight after construction, and save "
+                    f"with merge=True; or target among {leaves}",
+                )
+        raise InvalidConfig(
+            f"lora.{field} = {pattern!r} matches no linear layer and no expert projection.",
+            remedy=f"patterns over names such as {known[0]!r}; the last parts here are {leaves}",
+        )
+
+
+def merge_delta(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
+    """W + B A · scaling, out of place, in at least fp32, cast to W's dtype once. Batched over leading dimensions."""
+    dtype = torch.promote_types(torch.promote_types(weight.dtype, lora_A.dtype), torch.float32)
+    with torch.no_grad():
+        delta = (lora_B.to(dtype) @ lora_A.to(dtype)).mul_(scaling)
+        return delta.add_(weight).to(weight.dtype)
+
+
+def new_adapter(weight: Tensor, lora: LoRAConfig) -> tuple[nn.Parameter, nn.Parameter]:
+    """Fresh A and B for a weight (…, out, in): (…, r, in) and (…, out, r), in the adapter's dtype."""
+    *leading, out_features, in_features = weight.shape
+    lora_A = torch.empty(*leading, lora.r, in_features, dtype=lora.dtype)
+    lora_B = torch.empty(*leading, out_features, lora.r, dtype=lora.dtype)
+    for name, tensor in zip(ADAPTER_LEAVES, (lora_A, lora_B), strict=True):
+        reset_adapter(name, tensor)
+    return nn.Parameter(lora_A), nn.Parameter(lora_B)
+
+
+def reset_adapter(name: str, parameter: Tensor, generator: torch.Generator | None = None) -> None:
+    """Start values of the adapter `…lora_A` or `…lora_B`: the adapted layer starts as the base layer.
+
+    A is uniform in ±√(1 / in) (Kaiming with a = √5, as PEFT), B zero.
+    """
+    with torch.no_grad():
+        if name.endswith("lora_A"):
+            bound = math.sqrt(1 / parameter.shape[-1])
+            parameter.uniform_(-bound, bound, generator=generator)
+        else:
+            parameter.zero_()

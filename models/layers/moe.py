@@ -1,5 +1,7 @@
 """Routed experts: router, experts, and the shared expert beside them."""
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,19 +10,27 @@ from bestiary.kernels.experts import ExpertLinear, experts_mlp
 from bestiary.kernels.precision import at_least_fp32
 from bestiary.models.config import DecoderConfig, LoRAConfig, MoE, RouterKind
 from bestiary.models.errors import InvalidConfig
-from bestiary.models.layers.linear import Linear, merge_delta, reset_adapter
+from bestiary.models.layers.linear import Linear
 from bestiary.models.layers.mlp import MLP
-from bestiary.models.lora import adapter
+from bestiary.models.lora import ADAPTER_LEAVES, Adaptable, LowRank, Site, adapter, new_adapter
+
+PROJECTIONS = ("gate_up_proj", "down_proj")
 
 
-class Router(nn.Module):
-    """Chooses experts and their weights. weight (E, H), bias (E,), e_score_correction_bias (E,) for sigmoid routers."""
+class Router(Adaptable, nn.Module):
+    """Chooses experts and their weights. weight (E, H), bias (E,), e_score_correction_bias (E,) for sigmoid routers.
 
-    def __init__(self, config: DecoderConfig, moe: MoE) -> None:
+    LoRA: lora_A (r, H), lora_B (E, r), without dropout.
+    """
+
+    def __init__(self, config: DecoderConfig, moe: MoE, name: str) -> None:
         super().__init__()
         self.config, self.num_experts = moe.router, moe.num_experts
         self.weight = nn.Parameter(torch.empty(moe.num_experts, config.hidden_size))
         self.bias = nn.Parameter(torch.empty(moe.num_experts)) if moe.router.bias else None
+        self.lora = _without_dropout(adapter(config, name), name)
+        if self.lora is not None:
+            self.lora_A, self.lora_B = new_adapter(self.weight, self.lora)
         if moe.router.kind is RouterKind.SIGMOID:
             # Trained by its own rule, not by gradients (DeepSeek-V3, arXiv:2412.19437).
             self.e_score_correction_bias = nn.Parameter(torch.empty(moe.num_experts), requires_grad=False)
@@ -29,7 +39,7 @@ class Router(nn.Module):
         """(N, H) → logits (N, E), weights (N, K) in the logits' dtype, experts (N, K) int64."""
         if self.config.kind is RouterKind.SIGMOID:
             return self._sigmoid(x)
-        logits = F.linear(x, self.weight, self.bias)
+        logits = self._logits(x, self.weight)
         if self.config.kind is RouterKind.TOPK_SOFTMAX:
             top, indices = logits.topk(self.config.top_k, dim=-1)
             return logits, top.softmax(-1), indices
@@ -38,10 +48,28 @@ class Router(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, weights.to(logits.dtype), indices
 
+    def sites(self, name: str) -> Iterator[Site]:
+        """The weight."""
+        low_rank = None if self.lora is None else LowRank(self.lora_A, self.lora_B, self.lora)
+        yield Site(name, f"{name}.weight", self.weight, low_rank)
+
+    def drop_adapters(self) -> None:
+        """Be a plain router again."""
+        if self.lora is not None:
+            del self.lora_A, self.lora_B
+            self.lora = None
+
+    def _logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        logits = F.linear(x, weight, self.bias)
+        if self.lora is None:
+            return logits
+        low = F.linear(x.to(self.lora_A.dtype), self.lora_A)
+        return (logits + F.linear(low, self.lora_B) * self.lora.scaling).to(logits.dtype)
+
     def _sigmoid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Group-limited choice by biased scores, weights from the unbiased ones (transformers' Glm4MoeTopkRouter)."""
         router, dtype = self.config, at_least_fp32(x.dtype)
-        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        logits = self._logits(x.to(dtype), self.weight.to(dtype))
         scores = logits.sigmoid()
         biased = scores + self.e_score_correction_bias
         if router.num_groups > 1:
@@ -58,7 +86,7 @@ class Router(nn.Module):
         return logits, (weights * router.scale).to(x.dtype), indices
 
 
-class Experts(nn.Module):
+class Experts(Adaptable, nn.Module):
     """All experts as 3-D parameters: gate_up_proj (E, 2I, H), gate rows first; down_proj (E, H, I); `_bias` of both.
 
     LoRA: gate_up_proj_lora_A (E, r, H), gate_up_proj_lora_B (E, 2I, r), likewise down_proj; one adapter per expert.
@@ -69,28 +97,32 @@ class Experts(nn.Module):
         self.activation = config.activation
         self.clamp = None if moe.clamp is None else (moe.clamp.alpha, moe.clamp.limit)
         count, hidden, width = moe.num_experts, config.hidden_size, moe.intermediate_size
-        self.lora = {
-            projection: adapter(config, f"{name}.{projection}") for projection in ("gate_up_proj", "down_proj")
-        }
+        self.lora = {p: _without_dropout(adapter(config, f"{name}.{p}"), f"{name}.{p}") for p in PROJECTIONS}
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * width, hidden))
         self.down_proj = nn.Parameter(torch.empty(count, hidden, width))
         self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * width)) if moe.bias else None
         self.down_proj_bias = nn.Parameter(torch.empty(count, hidden)) if moe.bias else None
         for projection, lora in self.lora.items():
             if lora is not None:
-                self._add_adapter(projection, lora)
+                for leaf, parameter in zip(ADAPTER_LEAVES, new_adapter(getattr(self, projection), lora), strict=True):
+                    self.register_parameter(f"{projection}_{leaf}", parameter)
 
-    def _add_adapter(self, projection: str, lora: LoRAConfig) -> None:
-        if lora.dropout:
-            raise InvalidConfig(
-                f"lora.dropout = {lora.dropout} with a target on {projection} of experts.",
-                remedy="set dropout to 0: expert adapters have none, in PEFT neither",
-            )
-        count, out_features, in_features = getattr(self, projection).shape
-        lora_A, lora_B = torch.empty(count, lora.r, in_features), torch.empty(count, out_features, lora.r)
-        reset_adapter(lora_A, lora_B)
-        self.register_parameter(f"{projection}_lora_A", nn.Parameter(lora_A))
-        self.register_parameter(f"{projection}_lora_B", nn.Parameter(lora_B))
+    def sites(self, name: str) -> Iterator[Site]:
+        """Both projections."""
+        for projection, lora in self.lora.items():
+            low_rank = None
+            if lora is not None:
+                lora_A, lora_B = (getattr(self, f"{projection}_{leaf}") for leaf in ADAPTER_LEAVES)
+                low_rank = LowRank(lora_A, lora_B, lora)
+            full = f"{name}.{projection}"
+            yield Site(full, full, getattr(self, projection), low_rank)
+
+    def drop_adapters(self) -> None:
+        """Be plain experts again."""
+        for projection, lora in self.lora.items():
+            for leaf in () if lora is None else ADAPTER_LEAVES:
+                delattr(self, f"{projection}_{leaf}")
+        self.lora = dict.fromkeys(PROJECTIONS)
 
     def _linear(self, projection: str) -> ExpertLinear:
         weight, bias, lora = getattr(self, projection), getattr(self, f"{projection}_bias"), self.lora[projection]
@@ -98,13 +130,6 @@ class Experts(nn.Module):
             return ExpertLinear(weight, bias)
         lora_A, lora_B = getattr(self, f"{projection}_lora_A"), getattr(self, f"{projection}_lora_B")
         return ExpertLinear(weight, bias, lora_A, lora_B, lora.scaling)
-
-    def merged_weight(self, projection: str) -> Tensor:
-        """gate_up_proj or down_proj with its adapter added, out of place."""
-        linear, lora = self._linear(projection), self.lora[projection]
-        if lora is None or linear.lora_A is None or linear.lora_B is None:
-            return linear.weight
-        return merge_delta(linear.weight, linear.lora_A, linear.lora_B, lora.scaling)
 
     def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """(N, H), experts (N, K), weights (N, K) → (N, H)."""
@@ -124,14 +149,15 @@ class MoEBlock(nn.Module):
 
     def __init__(self, config: DecoderConfig, moe: MoE, name: str) -> None:
         super().__init__()
-        self.gate = Router(config, moe)
+        self.gate = Router(config, moe, f"{name}.gate")
         self.experts = Experts(config, moe, f"{name}.experts")
         self.shared_expert: MLP | None = None
         self.shared_expert_gate: Linear | None = None
         if moe.shared is not None:
             self.shared_expert = MLP(config, f"{name}.shared_expert", moe.shared.intermediate_size)
             if moe.shared.gated:
-                self.shared_expert_gate = Linear(config.hidden_size, 1)
+                gate = f"{name}.shared_expert_gate"
+                self.shared_expert_gate = Linear(config.hidden_size, 1, lora=adapter(config, gate))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T, H) → (B, T, H) and the router logits (B·T, E)."""
@@ -144,3 +170,12 @@ class MoEBlock(nn.Module):
                 shared = self.shared_expert_gate(tokens).sigmoid() * shared
             out = out + shared
         return out.view_as(x), router_logits
+
+
+def _without_dropout(lora: LoRAConfig | None, name: str) -> LoRAConfig | None:
+    if lora is not None and lora.dropout:
+        raise InvalidConfig(
+            f"lora.dropout = {lora.dropout} with a target on {name}.",
+            remedy="set dropout to 0: adapters of experts and routers have none, in PEFT neither",
+        )
+    return lora
