@@ -1,0 +1,149 @@
+"""`Bridge`: one family between the Hub and bestiary, as data and two functions; everything else is derived here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bestiary.bridges import export, loading
+from bestiary.bridges.fields import HFFields
+from bestiary.bridges.pieces import Shape
+from bestiary.bridges.plan import PLAIN, Naming, Plan, plan_export, plan_import
+from bestiary.bridges.rules import Ignore, Rule, RuleSet
+from bestiary.bridges.storage import TensorInfo
+from bestiary.models.config import DecoderConfig
+
+if TYPE_CHECKING:
+    from bestiary.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What a `config.json` says.
+
+    Attributes:
+        decoder: the architecture.
+        dtype: of the weights; None where it is not stated.
+        quantization: `quantization_config.quant_method`, or None.
+        kept: the other fields (token ids and bookkeeping), which an export carries on.
+        inert: name and reason of each field that changes nothing we compute.
+    """
+
+    decoder: DecoderConfig
+    dtype: torch.dtype | None
+    quantization: str | None
+    kept: Mapping[str, Any]
+    inert: Mapping[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Bridge:
+    """One family.
+
+    Attributes:
+        model_type: HF's `model_type` that exports carry.
+        reference: the class we equal, as "transformers:Qwen3ForCausalLM".
+        decoder: our class.
+        config_from_hf, config_to_hf: the architecture from the fields of a config.json, and back in v5 spelling.
+        rules: which hub tensors each parameter is made of.
+        module_map: our module pattern to the reference's, where they differ.
+        kill_list: ids of the planted bugs (`bestiary.verify.planted`) that this family's self-test must kill.
+        namings: the prefixes under which checkpoints hold the model; the first one is written.
+    Raises:
+        InvalidRules: the rules are not one to one.
+    """
+
+    model_type: str
+    reference: str
+    decoder: type[Decoder]
+    config_from_hf: Callable[[HFFields], DecoderConfig]
+    config_to_hf: Callable[[DecoderConfig], dict[str, Any]]
+    rules: tuple[Rule | Ignore, ...]
+    module_map: Mapping[str, str] = field(default_factory=dict)
+    kill_list: tuple[str, ...] = ()
+    namings: tuple[Naming, ...] = (PLAIN,)
+
+    def __post_init__(self) -> None:
+        if not self.rule_set.by_native:
+            raise ValueError("a bridge without rules")
+
+    @cached_property
+    def rule_set(self) -> RuleSet:
+        """The rules, expanded and checked."""
+        return RuleSet(self.rules)
+
+    @property
+    def architecture(self) -> str:
+        """Name of the reference class: what `architectures` holds."""
+        return self.reference.rpartition(":")[2]
+
+    def parse(self, json: Mapping[str, Any], *, source: str = "config.json", strict: bool = True) -> CheckpointConfig:
+        """Read a `config.json`.
+
+        Args:
+            strict: refuse fields nobody knows; False keeps them (what trainers wrote on a live config).
+        Raises:
+            UnsupportedConfig: names the field, its value and the remedy.
+        """
+        hf = HFFields(json, source=source, reference=f"transformers' {self.architecture}")
+        decoder = self.config_from_hf(hf)
+        dtype = hf.dtype()
+        quantization = hf.quantization(("mxfp4",) if self.rule_set.packed else ())
+        if strict:
+            hf.done()
+        return CheckpointConfig(decoder, dtype, quantization, hf.kept(), hf.inert_everywhere())
+
+    def parameters(self, config: DecoderConfig) -> dict[str, Shape]:
+        """Name and shape of each parameter of the model `config` describes; nothing is allocated."""
+        return {name: tuple(p.shape) for name, p in self.decoder(config, device="meta").named_parameters()}
+
+    def plan_import(
+        self,
+        config: DecoderConfig,
+        hub: Mapping[str, TensorInfo],
+        *,
+        quantization: str | None = None,
+        read_from: str | None = None,
+    ) -> Plan:
+        """Which tensor of `hub` goes where; see `bestiary.bridges.plan.plan_import`."""
+        return plan_import(
+            self.rule_set,
+            self.parameters(config),
+            hub,
+            namings=self.namings,
+            tied=config.tie_word_embeddings,
+            quantization=quantization,
+            read_from=read_from,
+        )
+
+    def plan_export(self, config: DecoderConfig) -> Plan:
+        """Which tensors an export writes, and from what; see `bestiary.bridges.plan.plan_export`."""
+        return plan_export(self.rule_set, self.parameters(config))
+
+    # What the model classes reach through the entry point; each is documented where it is implemented.
+
+    def load(self, src: str | Path, **options: Any) -> Decoder:
+        """`from_pretrained` of this family: see `bestiary.bridges.loading.load_checkpoint`."""
+        return loading.load_checkpoint(self, src, **options)
+
+    def save(self, model: Decoder, path: str | Path, **options: Any) -> Path:
+        """`save_pretrained`: see `bestiary.bridges.export.save_decoder`."""
+        return export.save_decoder(self, model, path, **options)
+
+    def named_hf_tensors(self, model: Decoder, *, merge_lora: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Hub names and tensors: see `bestiary.bridges.export.named_hf_tensors`."""
+        return export.named_hf_tensors(self, model, merge_lora=merge_lora)
+
+    def hf_config(self, model: Decoder) -> Any:
+        """The transformers config of `model`: see `bestiary.bridges.export.hf_config`."""
+        return export.hf_config(self, model)
+
+    def hf_generation_config(self, model: Decoder) -> Any:
+        """The transformers generation config of `model`: see `bestiary.bridges.export.hf_generation_config`."""
+        return export.hf_generation_config(model)

@@ -1,0 +1,248 @@
+"""From a model to a checkpoint that transformers loads: hub names, shapes, dtypes and a config.json to match."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bestiary.bridges.errors import ConfigChanged, FolderNotEmpty, UnsupportedLoad
+from bestiary.bridges.hub import CONFIG, GENERATION
+from bestiary.bridges.loading import read_config
+from bestiary.bridges.plan import Plan, Transfer
+from bestiary.bridges.storage import INDEX, SafetensorsSource, read_rows
+from bestiary.bridges.writing import Entry, staged, write_checkpoint, write_file, write_index, write_json
+from bestiary.models.config import DecoderConfig
+from bestiary.models.lora import sites
+
+if TYPE_CHECKING:
+    from bestiary.bridges.bridge import Bridge
+    from bestiary.models.decoder import Decoder
+
+
+def save_decoder(
+    bridge: Bridge,
+    model: Decoder,
+    path: str | Path,
+    *,
+    overwrite: bool = False,
+    merge: bool = False,
+    max_shard_size: int | str = "5GB",
+    into: str | Path | None = None,
+) -> Path:
+    """Write `model` as a checkpoint folder; it appears whole or not at all.
+
+    Args:
+        overwrite: replace the checkpoint in a folder that has content; other files stay.
+        merge: with LoRA, fold the adapters into the written weights (the model itself stays as it is).
+        max_shard_size: bytes per file, or "5GB".
+        into: an original checkpoint that holds this model among other parts (a multimodal one): write a copy of it
+            with our weights in place of its own.
+    Returns:
+        The folder.
+    Raises:
+        FolderNotEmpty: the folder has content and `overwrite` is False.
+        ConfigChanged: somebody changed an architecture field of `model.config`.
+        UnsupportedLoad: LoRA without `merge`, or an original that cannot take these weights.
+    """
+    target = Path(path)
+    if model.decoder_config.lora is not None and not merge:
+        raise UnsupportedLoad(
+            "the model has LoRA adapters, and a full checkpoint would drop them.",
+            remedy="pass merge=True to fold them into the weights",
+        )
+    tensors = _Tensors(bridge.plan_export(model.decoder_config), model)
+    if into is not None:
+        return _splice(bridge, model, Path(into), target, overwrite=overwrite)
+    config = _config_to_write(bridge, model)
+    with staged(target, overwrite=overwrite) as folder:
+        write_checkpoint(folder, tensors.entries, tensors.supply, max_shard_size=max_shard_size)
+        write_json(folder / CONFIG, config)
+        generation = _generation_to_write(model)
+        if generation is not None:
+            write_json(folder / GENERATION, generation)
+    return target
+
+
+def named_hf_tensors(bridge: Bridge, model: Decoder, *, merge_lora: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Hub names and tensors, one at a time, in the model's order.
+
+    A tied head is left out. A tensor that needs no rearranging is a view of the parameter.
+
+    Args:
+        merge_lora: add the adapters, out of place; False gives the base weights.
+    """
+    tensors = _Tensors(bridge.plan_export(model.decoder_config), model, merge=merge_lora)
+    for entry in tensors.entries:
+        yield entry.name, tensors.supply(entry.name)
+
+
+class _Tensors:
+    """The tensors of a plan, made on demand from a model's parameters."""
+
+    def __init__(self, plan: Plan, model: Decoder, *, merge: bool = True) -> None:
+        self.parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        adapted = [site for site in sites(model) if merge and site.adapter is not None]
+        self._adapted = {site.weight_name: site for site in adapted}
+        self._transfers = {transfer.hub.name: transfer for transfer in plan.transfers}
+        self._merged: tuple[str, Tensor] | None = None
+        self.entries = [Entry(name, t.hub.shape, self._dtype(t)) for name, t in self._transfers.items()]
+
+    @torch.no_grad()
+    def supply(self, name: str) -> Tensor:
+        """The hub tensor `name`."""
+        transfer = self._transfers[name]
+        native, piece = transfer.pieces[0]
+        if len(transfer.pieces) == 1 and piece.covers_hub:
+            return piece.view(self._parameter(native))
+        first = self.parameters[native]
+        hub = torch.empty(transfer.hub.shape, dtype=first.dtype, device=first.device)
+        for native, piece in transfer.pieces:
+            piece.write(hub, self._parameter(native))
+        return hub
+
+    def _dtype(self, transfer: Transfer) -> torch.dtype:
+        return self.parameters[transfer.pieces[0][0]].dtype
+
+    def _parameter(self, native: str) -> Tensor:
+        """The parameter, its adapter added if there is one; the last merged one is kept for the next expert."""
+        if native not in self._adapted:
+            return self.parameters[native]
+        if self._merged is None or self._merged[0] != native:
+            self._merged = native, self._adapted[native].merged()
+        return self._merged[1]
+
+
+# ------------------------------------------------------------------------------------------------------ configs
+
+
+def config_json(bridge: Bridge, model: Decoder) -> dict[str, Any]:
+    """The `config.json` of `model`: its architecture in v5 spelling, and what else its checkpoint said."""
+    origin = {} if model.hf_config_json is None else bridge.parse(model.hf_config_json).kept
+    return _complete(bridge, model, origin)
+
+
+def hf_config(bridge: Bridge, model: Decoder) -> Any:
+    """A transformers config object that describes `model`."""
+    from transformers import AutoConfig
+
+    json = config_json(bridge, model)
+    config = AutoConfig.for_model(json.pop("model_type"), **json)
+    config.name_or_path = model.name_or_path
+    return config
+
+
+def hf_generation_config(model: Decoder) -> Any:
+    """A transformers GenerationConfig: the checkpoint's own, or one made from the token ids of `model.config`."""
+    from transformers import GenerationConfig
+
+    if model.hf_generation_config_json is not None:
+        return GenerationConfig.from_dict(dict(model.hf_generation_config_json))
+    return GenerationConfig.from_model_config(model.config)
+
+
+def _complete(bridge: Bridge, model: Decoder, kept: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **kept,
+        **bridge.config_to_hf(model.decoder_config),
+        "architectures": [bridge.architecture],
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "transformers_version": version("transformers"),
+    }
+
+
+def _config_to_write(bridge: Bridge, model: Decoder) -> dict[str, Any]:
+    """`config_json` with what trainers wrote on a live `model.config`; a changed architecture field is an error."""
+    live = model.__dict__.get("_config")
+    if live is None:
+        return config_json(bridge, model)
+    parsed = bridge.parse(live.to_diff_dict(), source="model.config", strict=False)
+    changed = _differences(parsed.decoder, model.decoder_config)
+    if changed:
+        raise ConfigChanged(
+            changed,
+            what=f"model.config says {_values(parsed.decoder, changed)}, the model has "
+            f"{_values(model.decoder_config, changed)}.",
+        )
+    named = {} if live.name_or_path == model.name_or_path else {"_name_or_path": live.name_or_path}
+    return _complete(bridge, model, {**parsed.kept, **named})
+
+
+def _generation_to_write(model: Decoder) -> dict[str, Any] | None:
+    live = model.__dict__.get("_generation_config")
+    json: dict[str, Any] | None = model.hf_generation_config_json if live is None else live.to_diff_dict()
+    return json
+
+
+def _differences(ours: DecoderConfig, theirs: DecoderConfig) -> list[str]:
+    unrelated = {"lora", "activation_checkpointing", "compile_blocks"}
+    names = [f.name for f in fields(DecoderConfig) if f.name not in unrelated]
+    return [name for name in names if getattr(ours, name) != getattr(theirs, name)]
+
+
+def _values(config: DecoderConfig, names: list[str]) -> str:
+    return ", ".join(f"{name} = {getattr(config, name)!r}" for name in names)
+
+
+# ------------------------------------------------------------------------------------------------------ splicing
+
+
+def _splice(bridge: Bridge, model: Decoder, original: Path, target: Path, *, overwrite: bool) -> Path:
+    """A copy of `original`, file by file, with the tensors of `model` in place of those it held for it."""
+    if target.resolve() == original.resolve():
+        raise FolderNotEmpty(f"{target} is the original itself.", remedy="write the copy to another folder")
+    parsed = bridge.parse(read_config(original), source=str(original / CONFIG))
+    changed = _differences(parsed.decoder, model.decoder_config)
+    if changed:
+        theirs, ours = _values(parsed.decoder, changed), _values(model.decoder_config, changed)
+        raise UnsupportedLoad(
+            f"{original} says {theirs}, the model has {ours}.",
+            remedy="splice into the checkpoint the model was loaded from",
+        )
+    with SafetensorsSource(original) as source, staged(target, overwrite=overwrite) as folder:
+        plan = bridge.plan_import(
+            model.decoder_config, source.infos, quantization=parsed.quantization, read_from=str(original)
+        )
+        ours = _Tensors(plan, model)
+        _check_dtypes(ours.entries, source, original)
+        supply = _spliced(ours, source, plan)
+        for position, file in enumerate(source.files):
+            inside = [Entry(n, i.shape, i.dtype) for n, i in source.infos.items() if i.file == position]
+            write_file(folder / file.name, inside, supply)
+        if source.weight_map is not None:
+            write_index(folder, source.weight_map, sum(i.num_rows * i.row_bytes for i in source.infos.values()))
+        written = {file.name for file in source.files} | {INDEX}
+        for entry in original.iterdir():
+            if entry.is_file() and entry.name not in written:
+                shutil.copy2(entry, folder / entry.name)
+    return target
+
+
+def _spliced(ours: _Tensors, source: SafetensorsSource, plan: Plan) -> Callable[[str], Tensor]:
+    own = {entry.name for entry in ours.entries}
+    head = {} if plan.duplicate_head is None else {plan.duplicate_head[0]: plan.duplicate_head[1]}
+
+    def supply(name: str) -> Tensor:
+        if name in head:
+            return ours.parameters[head[name]]
+        if name in own:
+            return ours.supply(name)
+        return read_rows(source, name, 0, source.infos[name].num_rows)
+
+    return supply
+
+
+def _check_dtypes(entries: list[Entry], source: SafetensorsSource, original: Path) -> None:
+    for entry in entries:
+        if entry.name not in source.infos or source.infos[entry.name].dtype is not entry.dtype:
+            found = source.infos[entry.name].dtype if entry.name in source.infos else "MXFP4"
+            raise UnsupportedLoad(
+                f"{entry.name} is {found} in {original}, and {entry.dtype} in the model.",
+                remedy="load the model with the original's dtype; a quantised original cannot take weights back",
+            )

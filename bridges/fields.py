@@ -1,0 +1,252 @@
+"""`HFFields`: one reader for every `config.json`, legacy or v5, that lets no field pass unread.
+
+A bridge takes each field it implements by name, with the default HF's class has written beside it, and declares inert
+what does not change a logit. Whatever is left, `done()` refuses by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import torch
+
+from bestiary.bridges.errors import UnsupportedConfig
+from bestiary.bridges.rope import rope_from_hf
+from bestiary.models.config import LayerType, Rope
+
+T = TypeVar("T")
+E = TypeVar("E", bound=StrEnum)
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = _Absent()
+ANY = None
+
+# Fields of transformers' base class: why they change no logit, the values at which that holds (ANY: all), their names.
+_BASE: tuple[tuple[str, tuple[Any, ...] | None, str], ...] = (
+    (
+        "bookkeeping, read by no forward pass",
+        ANY,
+        "model_type architectures transformers_version _name_or_path name_or_path _commit_hash"
+        " unsloth_version unsloth_fixed",
+    ),
+    (
+        "token ids and settings of tokenizers and generation",
+        ANY,
+        "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class use_cache"
+        " cache_implementation max_length min_length do_sample early_stopping num_beams num_beam_groups"
+        " diversity_penalty"
+        " temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size"
+        " encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores suppress_tokens"
+        " return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values"
+        " exponential_decay_length_penalty begin_suppress_tokens",
+    ),
+    ("a choice of kernel", ANY, "attn_implementation _attn_implementation _attn_implementation_autoset"),
+    ("a choice of kernel", ANY, "experts_implementation _experts_implementation"),
+    ("of classification heads", ANY, "id2label label2id num_labels problem_type finetuning_task"),
+    ("of retired pipelines", ANY, "prefix task_specific_params"),
+    ("of retired back ends", (False, None), "torchscript use_bfloat16 tf_legacy_loss"),
+    ("extra outputs", (False, None), "output_hidden_states output_attentions"),
+    ("tuples in place of named outputs", (True, None), "return_dict"),
+    ("of encoder-decoders", (False, None), "is_encoder_decoder is_decoder add_cross_attention tie_encoder_decoder"),
+    ("of encoder-decoders", (None,), "cross_attention_hidden_size"),
+    ("chunks the MLP of some encoders", (0, None), "chunk_size_feed_forward"),
+    ("removes attention heads", ({}, None), "pruned_heads"),
+)
+BASE_INERT: Mapping[str, tuple[tuple[Any, ...] | None, str]] = {
+    name: (allowed, why) for why, allowed, names in _BASE for name in names.split()
+}
+
+
+class HFFields:
+    """The fields of one JSON object, each to be taken, declared inert, or refused.
+
+    Args:
+        json: the object.
+        source: where it was read, for messages ("config.json of my-model").
+        reference: the transformers class whose reading of the fields we follow.
+        path: dotted name of the object inside the file, "" for the file itself.
+    """
+
+    def __init__(
+        self, json: Mapping[str, Any], *, source: str, reference: str = "the reference", path: str = ""
+    ) -> None:
+        self.json, self.source, self.reference, self.path = dict(json), source, reference, path
+        self.inert_fields: dict[str, str] = {}
+        self._taken: set[str] = set()
+        self._children: list[HFFields] = []
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.json
+
+    def take(self, name: str, kind: type[T], default: T | _Absent = ABSENT, *, alias: str | None = None) -> T:
+        """The value of `name` (or of its other spelling `alias`), `default` where absent.
+
+        Raises:
+            UnsupportedConfig: absent without a default, null, of another type, or two spellings that disagree.
+        """
+        if alias is not None and alias in self.json and name in self.json and self.json[alias] != self.json[name]:
+            raise self.unsupported(alias, f"contradicts {name} = {self.json[name]!r}.", remedy="keep one of the two")
+        found = name if name in self.json or alias is None or alias not in self.json else alias
+        self._taken |= {name} if alias is None else {name, alias}
+        value = self.json.get(found, default)
+        if isinstance(value, _Absent):
+            raise self.unsupported(name, "where the bridge needs a value.", remedy=f"add {name} to the config")
+        return self._typed(found, value, kind)
+
+    def take_optional(self, name: str, kind: type[T], default: T | None = None) -> T | None:
+        """As `take`, where null means None and absence `default`."""
+        if self.json.get(name, default) is None:
+            self._taken.add(name)
+            return None
+        return self.take(name, kind, ABSENT if default is None else default)
+
+    def choice(self, name: str, options: type[E], default: E) -> E:
+        """`take` of a name that is a member of `options`.
+
+        Raises:
+            UnsupportedConfig: lists the members.
+        """
+        value = self.take(name, str, default.value)
+        if value not in list(options):
+            raise self.unsupported(name, "is not implemented.", remedy=f"one of {', '.join(options)}")
+        return options(value)
+
+    def inert(self, name: str, *, allowed: Iterable[Any] | None = ANY, why: str) -> None:
+        """Declare that `name`, at one of the `allowed` values (None: at any), changes nothing we compute.
+
+        Raises:
+            UnsupportedConfig: it is set to something else.
+        """
+        if name in self.json and allowed is not ANY and self.json[name] not in tuple(allowed):
+            values = " or ".join(repr(value) for value in allowed)
+            raise self.unsupported(
+                name,
+                f"is not implemented by the bridge to {self.reference} ({why}).",
+                remedy=f'only {values} loads; or implement `{name}` in the bridge, or load with backend="hf"',
+            )
+        self.inert_fields[name] = why
+
+    def nested(self, name: str, json: Mapping[str, Any] | None = None) -> HFFields:
+        """The object under `name` (or `json` in its place) as fields of its own, checked by this one's `done`."""
+        content = self.take(name, dict) if json is None else json
+        self._taken.add(name)
+        child = HFFields(content, source=self.source, reference=self.reference, path=f"{self.path}{name}.")
+        self._children.append(child)
+        return child
+
+    def unsupported(self, name: str, why: str, *, remedy: str, value: Any = ABSENT) -> UnsupportedConfig:
+        """The error that refuses `name`, to be raised by the caller."""
+        shown = self.json.get(name, ABSENT) if isinstance(value, _Absent) else value
+        return UnsupportedConfig(f"{self.path}{name}", shown, why, read_from=self.source, remedy=remedy)
+
+    def done(self) -> None:
+        """Refuse what nobody took, unless it is null or inert in transformers' base class.
+
+        Raises:
+            UnsupportedConfig: names the first such field.
+        """
+        for name, (allowed, why) in BASE_INERT.items():
+            if name not in self._taken and name not in self.inert_fields:
+                self.inert(name, allowed=allowed, why=why)
+        for name, value in self.json.items():
+            if name not in self._taken and name not in self.inert_fields and value is not None:
+                raise self.unsupported(
+                    name,
+                    f"is a field that the bridge to {self.reference} does not know.",
+                    remedy=f"add `{name}` to the bridge, or remove it from the config if it changes nothing",
+                )
+        for child in self._children:
+            child.done()
+
+    def kept(self) -> dict[str, Any]:
+        """What an export carries on: inert fields that are present, and unknown ones if `done` was not called."""
+        return {name: value for name, value in self.json.items() if name not in self._taken}
+
+    def inert_everywhere(self) -> dict[str, str]:
+        """Dotted name and reason of each inert field that is present, nested ones included."""
+        own = {f"{self.path}{name}": why for name, why in self.inert_fields.items() if name in self.json}
+        return own | {name: why for child in self._children for name, why in child.inert_everywhere().items()}
+
+    # Readings shared by families
+
+    def dtype(self) -> torch.dtype | None:
+        """`dtype`, or `torch_dtype` as files before transformers 5 call it; None where absent or "auto"."""
+        name = self.take_optional("dtype", str) or self.take_optional("torch_dtype", str)
+        self._taken |= {"dtype", "torch_dtype"}
+        if name is None or name == "auto":
+            return None
+        dtype = _DTYPES.get(name.removeprefix("torch."))
+        if dtype is None:
+            raise self.unsupported("dtype", "is no float type.", remedy=f"one of {', '.join(_DTYPES)}", value=name)
+        return dtype
+
+    def quantization(self, supported: Iterable[str]) -> str | None:
+        """`quantization_config.quant_method`, refused unless in `supported`; None where absent."""
+        config = self.take_optional("quantization_config", dict)
+        if config is None:
+            return None
+        method = str(config.get("quant_method"))
+        if method not in supported:
+            raise self.unsupported(
+                "quantization_config.quant_method",
+                f"is not implemented by the bridge to {self.reference}.",
+                remedy="load an unquantised checkpoint of this model",
+                value=method,
+            )
+        return method
+
+    def layer_types(self, layers: int, default: Callable[[int], LayerType]) -> tuple[LayerType, ...]:
+        """`layer_types`, or `default(i)` for each layer where absent."""
+        names = self.take_optional("layer_types", list)
+        if names is None:
+            return tuple(default(i) for i in range(layers))
+        unknown = [name for name in names if name not in list(LayerType)]
+        if unknown or len(names) != layers:
+            raise self.unsupported(
+                "layer_types",
+                f"does not give one of {', '.join(LayerType)} for each of {layers} layers.",
+                remedy="correct layer_types or num_hidden_layers",
+            )
+        return tuple(LayerType(name) for name in names)
+
+    def rope(
+        self, *, theta: float, rotary_dim: int, max_positions: int, default: Mapping[str, Any] | None = None
+    ) -> Rope:
+        """One rotary embedding for all layers, from `rope_parameters`, or `rope_theta` with `rope_scaling`.
+
+        `theta` and `default` are the class's own, for files that state nothing.
+        """
+        scaling = self.take_optional("rope_scaling", dict) or None
+        params = self.take_optional("rope_parameters", dict)
+        if scaling is not None and params is not None and scaling != params:
+            raise self.unsupported("rope_scaling", "contradicts rope_parameters.", remedy="keep one of the two")
+        name = "rope_parameters" if scaling is None else "rope_scaling"
+        content = scaling or (default or {} if params is None else params)
+        top = self.take("rope_theta", float, theta)
+        if "rope_theta" in self.json and content.get("rope_theta", top) != top:
+            inner = content["rope_theta"]
+            raise self.unsupported("rope_theta", f"contradicts {name}.rope_theta = {inner!r}.", remedy="keep one")
+        self.inert("partial_rotary_factor", allowed=(1.0, None), why="the whole head turns in this family")
+        return rope_from_hf(self.nested(name, content), theta=top, rotary_dim=rotary_dim, max_positions=max_positions)
+
+    def _typed(self, name: str, value: Any, kind: type[T]) -> T:
+        if kind is float and type(value) is int:
+            return kind(value)
+        if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+            return value
+        raise self.unsupported(name, f"is not of type {kind.__name__}.", remedy="correct the config", value=value)
+
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}

@@ -1,0 +1,60 @@
+"""From a path or a hub id to a local folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from bestiary.bridges.errors import CheckpointNotFound, OfflineError
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+_WANTED = (CONFIG, GENERATION, "*.safetensors", "*.safetensors.index.json")
+
+
+def resolve(src: str | Path, *, revision: str | None = None) -> Path:
+    """The folder that `src` names, fetched through `huggingface_hub` (and its cache) if it is a hub id.
+
+    Raises:
+        CheckpointNotFound: no such folder, no such repository or revision, or no access to it.
+        OfflineError: a hub id that is not cached while the hub cannot be reached.
+    """
+    path = Path(src).expanduser()
+    if path.is_dir():
+        return path
+    if isinstance(src, Path) or _looks_like_path(src):
+        raise CheckpointNotFound(
+            f"{path} is {'a file' if path.exists() else 'not there'}.",
+            remedy="give a folder with config.json and safetensors, or a hub id such as Qwen/Qwen3-0.6B",
+        )
+    return _fetch(src, revision)
+
+
+def _looks_like_path(src: str) -> bool:
+    return src.startswith((".", "~", os.sep)) or src.count("/") != 1 or src.endswith((".safetensors", ".gguf", ".bin"))
+
+
+def _fetch(repo: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    name = repo if revision is None else f"{repo}@{revision}"
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(_WANTED)))
+    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+        raise CheckpointNotFound(
+            f"{name} is not on the hub, or not open to you ({type(error).__name__}).",
+            remedy="check the id; for a gated or private model log in with `hf auth login`",
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, ConnectionError, TimeoutError) as error:
+        raise OfflineError(
+            f"{name} is not in the local cache and the hub cannot be reached ({type(error).__name__}).",
+            remedy="go online and leave HF_HUB_OFFLINE unset, fetch it once with `hf download "
+            f"{repo}` where there is a network, or give the path of a local folder",
+        ) from error

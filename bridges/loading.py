@@ -1,0 +1,203 @@
+"""From a checkpoint folder to a model: build on meta, allocate, read each tensor to where it belongs."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bestiary.bridges.errors import (
+    CheckpointNotFound,
+    KeyMismatch,
+    TiedHeadMismatch,
+    UnsupportedLoad,
+    UnsupportedModelType,
+)
+from bestiary.bridges.hub import CONFIG, GENERATION, resolve
+from bestiary.bridges.memory import advise_huge_pages
+from bestiary.bridges.mxfp4 import dequantize
+from bestiary.bridges.pieces import HubTensor, Piece
+from bestiary.bridges.plan import Plan, Transfer
+from bestiary.bridges.storage import SafetensorsSource, TensorSource, read_json, read_rows
+from bestiary.models.config import LoRAConfig
+
+if TYPE_CHECKING:
+    from bestiary.bridges.bridge import Bridge
+    from bestiary.models.decoder import Decoder
+
+_CHUNK = 32 * 2**20  # bytes of a tensor that one task handles; also the scratch of a cast or a dequantisation
+_READERS = 2
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a checkpoint folder.
+
+    Raises:
+        CheckpointNotFound: there is none.
+        CorruptCheckpoint: it is no JSON object.
+    """
+    if not (folder / CONFIG).is_file():
+        raise CheckpointNotFound(f"no {CONFIG} in {folder}.", remedy="give a folder written by save_pretrained")
+    return read_json(folder / CONFIG)
+
+
+def load_checkpoint(
+    bridge: Bridge,
+    src: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    lora: LoRAConfig | None = None,
+    mesh: Any = None,
+    backend: str = "native",
+    revision: str | None = None,
+    cls: type[Any] | None = None,
+    name: str | None = None,
+) -> Decoder:
+    """The model of a checkpoint.
+
+    Args:
+        src: a folder, or a hub id (`revision`: branch, tag or commit there).
+        dtype: of the parameters; None: what the config states, else that of the stored embedding.
+        lora: adapters to build in: A uniform, B zero, the base frozen.
+        cls: the family class that was asked for.
+        name: what to remember as `name_or_path`; None: `src`.
+    Raises:
+        bestiary.bridges.errors: see each; nothing is returned half-loaded.
+    """
+    if mesh is not None or backend != "native":
+        option = f"mesh = {mesh!r}" if mesh is not None else f"backend = {backend!r}"
+        raise UnsupportedLoad(f"{option} is not implemented.", remedy="leave it out: one device, the native backend")
+    folder = resolve(src, revision=revision)
+    json = read_config(folder)
+    parsed = bridge.parse(json, source=str(folder / CONFIG))
+    config = parsed.decoder.with_(lora=lora)
+    family = _family(bridge, cls)
+    with SafetensorsSource(folder) as source:
+        plan = bridge.plan_import(config, source.infos, quantization=parsed.quantization, read_from=str(folder))
+        model = family(config, dtype=dtype or parsed.dtype or _stored_dtype(plan, source), device="meta")
+        model.to_empty(device=device)
+        fill(model, source, plan)
+    model.name_or_path = str(src) if name is None else name
+    model.hf_config_json = copy.deepcopy(json)
+    model.hf_generation_config_json = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else None
+    return model.eval()
+
+
+@torch.no_grad()
+def fill(model: Decoder, source: TensorSource, plan: Plan) -> None:
+    """Write every parameter of `model` from `source`, each element once; initialise fresh adapters.
+
+    Tensors are read in the order of the file: straight into the parameter's memory where dtype and layout agree, and
+    otherwise through a scratch of some 32 MiB per reader.
+
+    Raises:
+        TiedHeadMismatch: a stored head differs from the embedding it is tied to.
+        KeyMismatch: an element was written twice or not at all (a bug of a rule, caught here).
+    """
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for parameter in parameters.values():
+        advise_huge_pages(parameter)
+    tasks = sorted(_tasks(source, plan), key=lambda task: _position(source, task[0].hub, task[1]))
+    written: Counter[str] = Counter()
+    with ThreadPoolExecutor(_READERS) as pool:
+        for counts in pool.map(lambda task: _copy(source, parameters, *task), tasks):
+            written.update(counts)
+    model.init_weights(torch.initial_seed() % 2**31, only=frozenset(plan.fresh))
+    wrong = [name for name, p in parameters.items() if name not in plan.fresh and written[name] != p.numel()]
+    if wrong:
+        raise KeyMismatch(mismatched=wrong, read_from=source.name, remedy="correct the rule of these parameters")
+    if plan.duplicate_head is not None:
+        _compare_head(source, plan, parameters)
+
+
+def _family(bridge: Bridge, cls: type[Any] | None) -> type[Decoder]:
+    if cls is None or issubclass(bridge.decoder, cls):
+        return bridge.decoder
+    if issubclass(cls, bridge.decoder):
+        return cls
+    raise UnsupportedModelType(
+        f"the checkpoint's model_type is served by {bridge.decoder.__name__}, not by {cls.__name__}.",
+        remedy=f"use {bridge.decoder.__name__}.from_pretrained or AutoDecoder.from_pretrained",
+    )
+
+
+def _stored_dtype(plan: Plan, source: TensorSource) -> torch.dtype:
+    return next(source.infos[t.hub.name].dtype for t in plan.transfers if not t.hub.packed)
+
+
+def _tasks(source: TensorSource, plan: Plan) -> Iterator[tuple[Transfer, int, int]]:
+    """Each hub tensor in ranges of rows of at most a chunk."""
+    for transfer in plan.transfers:
+        rows = transfer.hub.shape[0]
+        row_bytes = max(1, prod(transfer.hub.shape[1:]) * 2)
+        step = max(1, _CHUNK // row_bytes)
+        for start in range(0, rows, step):
+            yield transfer, start, min(rows, start + step)
+
+
+def _position(source: TensorSource, hub: HubTensor, row: int) -> tuple[int, int]:
+    info = source.infos[next(iter(hub.stored))]
+    return info.file, info.offset + row * info.row_bytes
+
+
+def _copy(
+    source: TensorSource, parameters: Mapping[str, Tensor], transfer: Transfer, start: int, stop: int
+) -> Counter[str]:
+    """Rows [start, stop) of one hub tensor to where they belong; the number of elements written per parameter."""
+    parts = [(native, part) for native, piece in transfer.pieces if (part := piece.rows(start, stop)) is not None]
+    native, part = parts[0]
+    target = parameters[native][part.dest]
+    if len(parts) == 1 and _direct(source, part, target):
+        source.read_into(transfer.hub.name, start, target)
+    else:
+        hub = _rows(source, transfer.hub, start, stop)
+        for native, part in parts:
+            part.read(hub, parameters[native])
+    counts: Counter[str] = Counter()
+    for native, part in parts:
+        counts[native] += part.numel
+    return counts
+
+
+def _direct(source: TensorSource, part: Piece, target: Tensor) -> bool:
+    """Whether the bytes of the file are the bytes of the parameter's region."""
+    return (
+        not part.hub.packed
+        and not part.transposed
+        and target.is_contiguous()
+        and target.device.type == "cpu"
+        and target.dtype is source.infos[part.hub.name].dtype
+        and part.numel == target.numel() == prod((part.source[0].stop, *part.hub.shape[1:]))
+    )
+
+
+def _rows(source: TensorSource, hub: HubTensor, start: int, stop: int) -> Tensor:
+    stored = [read_rows(source, name, start, stop) for name in hub.stored]
+    return dequantize(*stored, name=hub.name) if hub.packed else stored[0]
+
+
+def _compare_head(source: TensorSource, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse a stored head that is not, bit for bit, the stored embedding."""
+    assert plan.duplicate_head is not None
+    head, native = plan.duplicate_head
+    embedding = next(t.hub.name for t in plan.transfers if t.pieces[0][0] == native)
+    info = source.infos[head]
+    step = max(1, _CHUNK // info.row_bytes)
+    for start in range(0, info.num_rows, step):
+        stop = min(info.num_rows, start + step)
+        ours = read_rows(source, embedding, start, stop)
+        theirs = read_rows(source, head, start, stop)
+        if ours.dtype is not theirs.dtype or not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
+            raise TiedHeadMismatch(
+                f"{head} differs from {embedding}, and the config says tie_word_embeddings = True.",
+                read_from=source.name,
+                remedy="set tie_word_embeddings to false in config.json if the head was trained apart, or remove it",
+            )

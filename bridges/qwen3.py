@@ -1,0 +1,101 @@
+"""Qwen3 between the Hub and bestiary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bestiary.bridges.bridge import Bridge
+from bestiary.bridges.fields import HFFields
+from bestiary.bridges.rope import rope_to_hf
+from bestiary.bridges.rules import ignore, rename, tie
+from bestiary.models import Qwen3
+from bestiary.models.config import Activation, Attention, DecoderConfig, LayerType, Norm, QKNorm
+
+RULES = (
+    rename("model.embed_tokens.weight"),
+    rename("model.layers.*.{input,post_attention}_layernorm.weight"),
+    rename("model.layers.*.self_attn.{q,k,v,o}_proj.{weight,bias}"),
+    rename("model.layers.*.self_attn.{q,k}_norm.weight"),
+    rename("model.layers.*.mlp.{gate,up,down}_proj.weight"),
+    rename("model.norm.weight"),
+    tie("lm_head.weight", to="model.embed_tokens.weight"),  # the official 0.6B and 1.7B store it although tied
+    ignore("model.layers.*.self_attn.rotary_emb.inv_freq", reason="recomputed from the config"),
+)
+
+
+def config_from_hf(hf: HFFields) -> DecoderConfig:
+    """Qwen3Config, the class's defaults written out."""
+    layers, heads, head_dim = (
+        hf.take("num_hidden_layers", int, 32),
+        hf.take("num_attention_heads", int, 32),
+        hf.take("head_dim", int, 128),
+    )
+    context = hf.take("max_position_embeddings", int, 32768)
+    bias = hf.take("attention_bias", bool, False)
+    window = hf.take_optional("sliding_window", int, 4096)
+    if not hf.take("use_sliding_window", bool, False):
+        window = None
+    first_sliding = hf.take("max_window_layers", int, 28)
+    hf.inert("attention_dropout", allowed=(0.0,), why="attention has no dropout here")
+    return DecoderConfig(
+        model_type="qwen3",
+        vocab_size=hf.take("vocab_size", int, 151936),
+        hidden_size=hf.take("hidden_size", int, 4096),
+        intermediate_size=hf.take("intermediate_size", int, 22016),
+        num_hidden_layers=layers,
+        attention=Attention(
+            num_heads=heads,
+            num_kv_heads=hf.take_optional("num_key_value_heads", int, 32) or heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            qkv_bias=bias,
+            out_bias=bias,
+            qk_norm=QKNorm(),
+        ),
+        norm=Norm(eps=hf.take("rms_norm_eps", float, 1e-6)),
+        rope=hf.rope(theta=10_000.0, rotary_dim=head_dim, max_positions=context),
+        layer_types=hf.layer_types(
+            layers, lambda i: LayerType.FULL if window is None or i < first_sliding else LayerType.SLIDING
+        ),
+        sliding_window=window,
+        activation=hf.choice("hidden_act", Activation, Activation.SILU),
+        tie_word_embeddings=hf.take("tie_word_embeddings", bool, False),
+        max_position_embeddings=context,
+        initializer_range=hf.take("initializer_range", float, 0.02),
+    )
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of Qwen3Config that describe `config`."""
+    return {
+        "model_type": "qwen3",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.attention.num_heads,
+        "num_key_value_heads": config.attention.num_kv_heads,
+        "head_dim": config.attention.head_dim,
+        "attention_bias": config.attention.qkv_bias,
+        "rms_norm_eps": config.norm.eps,
+        "rope_parameters": rope_to_hf(config.rope),
+        "layer_types": list(config.layer_types),
+        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": config.sliding_window,
+        "max_window_layers": config.num_hidden_layers,  # layer_types decides
+        "hidden_act": config.activation,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "max_position_embeddings": config.max_position_embeddings,
+        "initializer_range": config.initializer_range,
+    }
+
+
+BRIDGE = Bridge(
+    model_type="qwen3",
+    reference="transformers:Qwen3ForCausalLM",
+    decoder=Qwen3,
+    config_from_hf=config_from_hf,
+    config_to_hf=config_to_hf,
+    rules=RULES,
+    kill_list=(),
+)

@@ -1,0 +1,66 @@
+"""Which bridge serves which `model_type`: the entry-point group `bestiary.bridges`."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bestiary.bridges.bridge import Bridge
+from bestiary.bridges.errors import UnsupportedModelType
+from bestiary.bridges.hub import CONFIG, resolve
+from bestiary.bridges.loading import read_config
+
+if TYPE_CHECKING:
+    from bestiary.models.decoder import Decoder
+
+_GROUP, _AUTO = "bestiary.bridges", "auto"
+
+
+@cache
+def _points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=_GROUP) if point.name != _AUTO}
+
+
+def get_bridge(model_type: str, *, read_from: str | None = None) -> Bridge:
+    """The bridge of an HF `model_type`.
+
+    Raises:
+        UnsupportedModelType: lists the known ones.
+    """
+    if model_type not in _points():
+        raise UnsupportedModelType(
+            f"model_type = {model_type!r} has no bridge.",
+            read_from=read_from,
+            remedy=f"known: {', '.join(sorted(_points()))}; another package adds one by the entry-point group {_GROUP}",
+        )
+    bridge = _points()[model_type].load()
+    assert isinstance(bridge, Bridge)
+    return bridge
+
+
+def registered_bridges() -> dict[str, Bridge]:
+    """Every registered bridge by its own `model_type` (aliases such as "gemma3" appear once, as "gemma3_text")."""
+    bridges = (get_bridge(name) for name in sorted(_points()))
+    return {bridge.model_type: bridge for bridge in bridges}
+
+
+def load_decoder(src: str | Path, *, revision: str | None = None, **options: Any) -> Decoder:
+    """A model of whatever family the checkpoint's config names; options as `loading.load_checkpoint`.
+
+    Raises:
+        UnsupportedModelType: no bridge for the config's `model_type`.
+    """
+    folder = resolve(src, revision=revision)
+    model_type = str(read_config(folder).get("model_type"))
+    return get_bridge(model_type, read_from=str(folder / CONFIG)).load(folder, name=str(src), **options)
+
+
+class _Auto:
+    """The entry point "auto": loads whatever a checkpoint says it is."""
+
+    load = staticmethod(load_decoder)
+
+
+AUTO = _Auto()
