@@ -11,7 +11,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, s
 
         cast_then_scale   w · cast(x̂)            Llama, Qwen3
         scale_then_cast   cast(w · x̂)            GPT-OSS, OLMo 2
-        plus_one          cast((1 + w) · x̂)      Gemma (always scale, then cast)
+        plus_one          1 + w in place of w     Gemma, with scale_then_cast
 
     Args:
         x: (..., d), any float dtype; the mean and the root run in at least fp32.
@@ -21,8 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, s
     """
     wide = x.to(at_least_fp32(x.dtype))
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    if plus_one:
-        return (normed * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+    scale = 1.0 + weight.to(wide.dtype) if plus_one else weight
     if scale_then_cast:
-        return (weight * normed).to(x.dtype)
-    return weight * normed.to(x.dtype)
+        return (scale * normed).to(x.dtype)
+    return (scale * normed.to(x.dtype)).to(x.dtype)

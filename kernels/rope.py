@@ -11,9 +11,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 
     Args:
         x: (B, heads, T, head_dim).
-        cos, sin: (B or 1, T, r/2) in x's dtype; r ≤ head_dim coordinates turn, the rest passes.
+        cos, sin: (B or 1, T, r/2), in x's dtype or wider; r ≤ head_dim coordinates turn, the rest passes.
     Returns:
-        (B, heads, T, head_dim).
+        (B, heads, T, head_dim) in x's dtype; the turn runs in that of cos and sin.
     """
     rotary_dim = 2 * cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -21,4 +21,5 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
     a, b = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
     turned_a, turned_b = a * cos - b * sin, b * cos + a * sin
     turned = torch.stack((turned_a, turned_b), -1).flatten(-2) if interleaved else torch.cat((turned_a, turned_b), -1)
+    turned = turned.to(x.dtype)
     return turned if rotary_dim == x.shape[-1] else torch.cat((turned, rest), dim=-1)

@@ -144,6 +144,7 @@ class Rope:
     theta: float
     rotary_dim: int
     layout: RopeLayout = RopeLayout.HALF
+    turn_in_fp32: bool = False  # OLMo 2 and 3; the others cast cos and sin first
     scaling: RopeScaling | None = None
 
 
@@ -174,6 +175,7 @@ class Router:
     num_groups: int = 1
     topk_groups: int = 1
     scale: float = 1.0
+    weights_in_fp32: bool = False  # Mixtral, GLM-4-MoE; the others cast them to the model's dtype
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,10 +33,11 @@ class Router(Adaptable, nn.Module):
             self.lora_A, self.lora_B = new_adapter(self.weight, self.lora)
         if moe.router.kind is RouterKind.SIGMOID:
             # Trained by its own rule, not by gradients (DeepSeek-V3, arXiv:2412.19437).
-            self.e_score_correction_bias = nn.Parameter(torch.empty(moe.num_experts), requires_grad=False)
+            wide = at_least_fp32(torch.get_default_dtype())
+            self.e_score_correction_bias = nn.Parameter(torch.empty(moe.num_experts, dtype=wide), requires_grad=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(N, H) → logits (N, E), weights (N, K) in the logits' dtype, experts (N, K) int64."""
+        """(N, H) → logits (N, E), weights (N, K) in x's dtype (with `weights_in_fp32` wider), experts (N, K)."""
         if self.config.kind is RouterKind.SIGMOID:
             return self._sigmoid(x)
         logits = self._logits(x, self.weight)
@@ -46,7 +47,10 @@ class Router(Adaptable, nn.Module):
         weights, indices = logits.softmax(-1, dtype=at_least_fp32(logits.dtype)).topk(self.config.top_k, dim=-1)
         if self.config.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        return logits, weights.to(logits.dtype), indices
+        return logits, self._cast(weights, x), indices
+
+    def _cast(self, weights: Tensor, x: Tensor) -> Tensor:
+        return weights if self.config.weights_in_fp32 else weights.to(x.dtype)
 
     def sites(self, name: str) -> Iterator[Site]:
         """The weight."""
@@ -83,7 +87,7 @@ class Router(Adaptable, nn.Module):
         weights = scores.gather(1, indices)
         if router.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return logits, (weights * router.scale).to(x.dtype), indices
+        return logits, self._cast(weights * router.scale, x), indices
 
 
 class Experts(Adaptable, nn.Module):

@@ -27,12 +27,13 @@ class RotaryTable:
         self._frequencies: dict[torch.dtype, tuple[Tensor, float]] = {}
 
     def __call__(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos, sin (B or 1, T, rotary_dim / 2) in `dtype`; angles are computed in at least fp32.
+        """cos, sin (B or 1, T, rotary_dim / 2) in `dtype`, or wider where RoPE turns in fp32; angles in at least fp32.
 
         Args:
             position_ids: (B or 1, T) int64.
         """
         wide = at_least_fp32(dtype)
+        dtype = wide if self.rope.turn_in_fp32 else dtype
         inv_freq, attention_factor = self.frequencies(position_ids, wide)
         angles = position_ids[..., None].to(wide) * inv_freq.to(position_ids.device)
         return (angles.cos() * attention_factor).to(dtype), (angles.sin() * attention_factor).to(dtype)
