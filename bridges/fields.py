@@ -80,7 +80,9 @@ class HFFields:
         self.json, self.source, self.reference, self.path = dict(json), source, reference, path
         self.inert_fields: dict[str, str] = {}
         self._taken: set[str] = set()
+        self._foreign: set[str] = set()
         self._children: list[HFFields] = []
+        self._parts: list[HFFields] = []
 
     def __contains__(self, name: str) -> bool:
         return name in self.json
@@ -99,6 +101,13 @@ class HFFields:
         if isinstance(value, _Absent):
             raise self.unsupported(name, "where the bridge needs a value.", remedy=f"add {name} to the config")
         return self._typed(found, value, kind)
+
+    def positive(self, name: str, default: int | _Absent = ABSENT, *, alias: str | None = None) -> int:
+        """`take` of an integer of at least 1."""
+        value = self.take(name, int, default, alias=alias)
+        if value < 1:
+            raise self.unsupported(name, "is not positive.", remedy="correct the config", value=value)
+        return value
 
     def take_optional(self, name: str, kind: type[T], default: T | None = None) -> T | None:
         """As `take`, where null means None and absence `default`."""
@@ -133,12 +142,22 @@ class HFFields:
             )
         self.inert_fields[name] = why
 
-    def nested(self, name: str, json: Mapping[str, Any] | None = None) -> HFFields:
-        """The object under `name` (or `json` in its place) as fields of its own, checked by this one's `done`."""
+    def foreign(self, *names: str, why: str) -> None:
+        """Declare that `names` describe another model in the same file: not read, not kept."""
+        for name in names:
+            self.inert(name, why=why)
+        self._foreign.update(names)
+
+    def nested(self, name: str, json: Mapping[str, Any] | None = None, *, part: bool = False) -> HFFields:
+        """The object under `name` (or `json` in its place) as fields of its own, checked by this one's `done`.
+
+        A `part` describes the model that is read, so that its inert fields are kept like those of this object.
+        """
         content = self.take(name, dict) if json is None else json
         self._taken.add(name)
         child = HFFields(content, source=self.source, reference=self.reference, path=f"{self.path}{name}.")
         self._children.append(child)
+        self._parts += [child] if part else []
         return child
 
     def unsupported(self, name: str, why: str, *, remedy: str, value: Any = ABSENT) -> UnsupportedConfig:
@@ -167,7 +186,9 @@ class HFFields:
 
     def kept(self) -> dict[str, Any]:
         """What an export carries on: inert fields that are present, and unknown ones if `done` was not called."""
-        return {name: value for name, value in self.json.items() if name not in self._taken}
+        inside = {name: value for part in self._parts for name, value in part.kept().items()}
+        gone = (self._taken - self.inert_fields.keys()) | self._foreign
+        return inside | {name: value for name, value in self.json.items() if name not in gone}
 
     def inert_everywhere(self) -> dict[str, str]:
         """Dotted name and reason of each inert field that is present, nested ones included."""
@@ -235,6 +256,35 @@ class HFFields:
             raise self.unsupported("rope_theta", f"contradicts {name}.rope_theta = {inner!r}.", remedy="keep one")
         self.inert("partial_rotary_factor", allowed=(1.0, None), why="the whole head turns in this family")
         return rope_from_hf(self.nested(name, content), theta=top, rotary_dim=rotary_dim, max_positions=max_positions)
+
+    def rope_by_layer_type(
+        self, *, thetas: tuple[float, float], rotary_dim: int, max_positions: int
+    ) -> tuple[Rope, Rope]:
+        """The embeddings of full and of sliding layers, as Gemma 3 states them.
+
+        v5: `rope_parameters` with one dict per layer type. Legacy: `rope_theta`, `rope_scaling` (full layers only) and
+        `rope_local_base_freq`. `thetas` are the class's own.
+        """
+        params, scaling = self.take_optional("rope_parameters", dict), self.take_optional("rope_scaling", dict)
+        if scaling and params is not None:
+            raise self.unsupported("rope_scaling", "stands beside rope_parameters.", remedy="keep one of the two")
+        if scaling and "rope_type" not in scaling:
+            raise self.unsupported(
+                "rope_scaling", "has no rope_type, without which transformers drops it.", remedy="add it"
+            )
+        by_type = self.nested("rope_scaling" if params is None else "rope_parameters", params or {})
+        legacy = {LayerType.FULL: ("rope_theta", scaling or {}), LayerType.SLIDING: ("rope_local_base_freq", {})}
+        ropes = []
+        for (layer_type, (name, content)), theta in zip(legacy.items(), thetas, strict=True):
+            stated = by_type.take_optional(layer_type, dict) or content
+            top = self.take(name, float, theta)
+            if name in self.json and stated.get("rope_theta", top) != top:
+                inner = stated["rope_theta"]
+                raise self.unsupported(name, f"contradicts {layer_type}.rope_theta = {inner!r}.", remedy="keep one")
+            one = by_type.nested(layer_type, stated)
+            one.inert("truncate", allowed=(True, None), why="transformers does not look for it per layer type")
+            ropes.append(rope_from_hf(one, theta=top, rotary_dim=rotary_dim, max_positions=max_positions))
+        return ropes[0], ropes[1]
 
     def _typed(self, name: str, value: Any, kind: type[T]) -> T:
         if kind is float and type(value) is int:

@@ -25,23 +25,20 @@ RULES = (
 
 def config_from_hf(hf: HFFields) -> DecoderConfig:
     """Qwen3Config, the class's defaults written out."""
-    layers, heads, head_dim = (
-        hf.take("num_hidden_layers", int, 32),
-        hf.take("num_attention_heads", int, 32),
-        hf.take("head_dim", int, 128),
-    )
-    context = hf.take("max_position_embeddings", int, 32768)
+    layers, heads = hf.positive("num_hidden_layers", 32), hf.positive("num_attention_heads", 32)
+    head_dim, context = hf.positive("head_dim", 128), hf.positive("max_position_embeddings", 32768)
     bias = hf.take("attention_bias", bool, False)
     window = hf.take_optional("sliding_window", int, 4096)
     if not hf.take("use_sliding_window", bool, False):
         window = None
     first_sliding = hf.take("max_window_layers", int, 28)
+    hf.inert("max_window_layers", why="layer_types wins over it, and exports spell it out")
     hf.inert("attention_dropout", allowed=(0.0,), why="attention has no dropout here")
     return DecoderConfig(
         model_type="qwen3",
-        vocab_size=hf.take("vocab_size", int, 151936),
-        hidden_size=hf.take("hidden_size", int, 4096),
-        intermediate_size=hf.take("intermediate_size", int, 22016),
+        vocab_size=hf.positive("vocab_size", 151936),
+        hidden_size=hf.positive("hidden_size", 4096),
+        intermediate_size=hf.positive("intermediate_size", 22016),
         num_hidden_layers=layers,
         attention=Attention(
             num_heads=heads,
@@ -82,7 +79,6 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "layer_types": list(config.layer_types),
         "use_sliding_window": config.sliding_window is not None,
         "sliding_window": config.sliding_window,
-        "max_window_layers": config.num_hidden_layers,  # layer_types decides
         "hidden_act": config.activation,
         "tie_word_embeddings": config.tie_word_embeddings,
         "max_position_embeddings": config.max_position_embeddings,

@@ -1,0 +1,150 @@
+"""Gemma 3 (text) between the Hub and bestiary: alone, and inside the multimodal checkpoints under either prefix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bestiary.bridges.bridge import Bridge
+from bestiary.bridges.fields import HFFields
+from bestiary.bridges.plan import PLAIN, Naming
+from bestiary.bridges.rope import rope_to_hf
+from bestiary.bridges.rules import ignore, rename, tie
+from bestiary.models import Gemma3
+from bestiary.models.config import (
+    Activation,
+    Attention,
+    DecoderConfig,
+    LayerType,
+    Norm,
+    NormCast,
+    NormPlacement,
+    QKNorm,
+)
+
+RULES = (
+    rename("model.embed_tokens.weight"),
+    rename("model.layers.*.{input,post_attention,pre_feedforward,post_feedforward}_layernorm.weight"),
+    rename("model.layers.*.self_attn.{q,k,v,o}_proj.{weight,bias}"),
+    rename("model.layers.*.self_attn.{q,k}_norm.weight"),
+    rename("model.layers.*.mlp.{gate,up,down}_proj.weight"),
+    rename("model.norm.weight"),
+    tie("lm_head.weight", to="model.embed_tokens.weight"),
+)
+
+_VISION = "the vision side of a multimodal checkpoint"
+NAMINGS = (
+    PLAIN,
+    Naming(
+        "multimodal, as the hub stores it",
+        {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+        (ignore("vision_tower.**", reason=_VISION), ignore("multi_modal_projector.**", reason=_VISION)),
+    ),
+    Naming(
+        "multimodal, as transformers 5 names its modules",
+        {"model.": "model.language_model.", "lm_head.": "lm_head."},
+        (ignore("model.vision_tower.**", reason=_VISION), ignore("model.multi_modal_projector.**", reason=_VISION)),
+    ),
+)
+
+
+def config_from_hf(hf: HFFields) -> DecoderConfig:
+    """Gemma3TextConfig, the class's defaults written out; of a Gemma3Config its text part."""
+    if "text_config" in hf:
+        return _text_config(_text_part(hf))
+    return _text_config(hf)
+
+
+def _text_part(hf: HFFields) -> HFFields:
+    """The text fields of a multimodal config; the outer flag is the one by which transformers ties."""
+    hf.foreign("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", why=_VISION)
+    hf.foreign("image_token_index", "initializer_range", why=_VISION)
+    text = hf.nested("text_config", part=True)
+    text.dtype()  # the outer one holds
+    tied = hf.take("tie_word_embeddings", bool, True)
+    if text.take("tie_word_embeddings", bool, tied) != tied:
+        raise text.unsupported("tie_word_embeddings", f"contradicts the outer flag, {tied}.", remedy="make them equal")
+    text.json["tie_word_embeddings"] = tied
+    return text
+
+
+def _text_config(hf: HFFields) -> DecoderConfig:
+    layers, hidden = hf.positive("num_hidden_layers", 26), hf.positive("hidden_size", 2304)
+    heads, head_dim = hf.positive("num_attention_heads", 8), hf.positive("head_dim", 256)
+    context, pattern = hf.positive("max_position_embeddings", 131072), hf.positive("sliding_window_pattern", 6)
+    bias = hf.take("attention_bias", bool, False)
+    hf.inert("_sliding_window_pattern", why="a copy of the pattern that layer_types spells out")
+    hf.inert("attention_dropout", allowed=(0.0, None), why="attention has no dropout here")
+    hf.inert("attn_logit_softcapping", allowed=(None,), why="Gemma3Attention never applies it")
+    hf.inert("use_bidirectional_attention", allowed=(False, None), why="embedding models attend both ways")
+    full, sliding = hf.rope_by_layer_type(thetas=(1e6, 1e4), rotary_dim=head_dim, max_positions=context)
+    return DecoderConfig(
+        model_type="gemma3_text",
+        vocab_size=hf.positive("vocab_size", 262208),
+        hidden_size=hidden,
+        intermediate_size=hf.positive("intermediate_size", 9216),
+        num_hidden_layers=layers,
+        attention=Attention(
+            num_heads=heads,
+            num_kv_heads=hf.positive("num_key_value_heads", 4),
+            head_dim=head_dim,
+            scale=hf.positive("query_pre_attn_scalar", 256) ** -0.5,
+            qkv_bias=bias,
+            out_bias=bias,
+            qk_norm=QKNorm(),
+        ),
+        norm=Norm(
+            eps=hf.take("rms_norm_eps", float, 1e-6),
+            placement=NormPlacement.SANDWICH,
+            cast=NormCast.SCALE_THEN_CAST,
+            plus_one=True,
+        ),
+        rope=full,
+        sliding_rope=sliding,
+        layer_types=hf.layer_types(layers, lambda i: LayerType.SLIDING if (i + 1) % pattern else LayerType.FULL),
+        sliding_window=hf.take_optional("sliding_window", int, 4096),
+        activation=hf.choice("hidden_activation", Activation, Activation.GELU_TANH),
+        tie_word_embeddings=hf.take("tie_word_embeddings", bool, True),
+        embedding_multiplier=hidden**0.5,
+        embedding_multiplier_in_weight_dtype=True,
+        final_logit_softcap=hf.take_optional("final_logit_softcapping", float),
+        max_position_embeddings=context,
+        initializer_range=hf.take("initializer_range", float, 0.02),
+    )
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of Gemma3TextConfig that describe `config`."""
+    sliding = config.rope if config.sliding_rope is None else config.sliding_rope
+    return {
+        "model_type": "gemma3_text",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.attention.num_heads,
+        "num_key_value_heads": config.attention.num_kv_heads,
+        "head_dim": config.attention.head_dim,
+        "query_pre_attn_scalar": round(config.attention.scale**-2),
+        "attention_bias": config.attention.qkv_bias,
+        "rms_norm_eps": config.norm.eps,
+        "rope_parameters": {"full_attention": rope_to_hf(config.rope), "sliding_attention": rope_to_hf(sliding)},
+        "layer_types": list(config.layer_types),
+        "sliding_window": config.sliding_window,
+        "hidden_activation": config.activation,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "final_logit_softcapping": config.final_logit_softcap,
+        "max_position_embeddings": config.max_position_embeddings,
+        "initializer_range": config.initializer_range,
+    }
+
+
+BRIDGE = Bridge(
+    model_type="gemma3_text",
+    reference="transformers:Gemma3ForCausalLM",
+    decoder=Gemma3,
+    config_from_hf=config_from_hf,
+    config_to_hf=config_to_hf,
+    rules=RULES,
+    namings=NAMINGS,
+    kill_list=(),
+)

@@ -1,0 +1,149 @@
+"""GPT-OSS between the Hub and bestiary.
+
+The hub computes x @ W with gate and up in alternating columns, biases too; ours is W x with the gate rows first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bestiary.bridges.bridge import Bridge
+from bestiary.bridges.fields import HFFields
+from bestiary.bridges.rope import rope_to_hf
+from bestiary.bridges.rules import deinterleave, layouts, mxfp4, rename, tie, transpose
+from bestiary.models import GptOss
+from bestiary.models.config import (
+    Attention,
+    DecoderConfig,
+    LayerType,
+    MoE,
+    Norm,
+    NormCast,
+    Router,
+    RouterKind,
+    SwiGLUClamp,
+)
+
+_EXPERTS = "model.layers.*.mlp.experts"
+RULES = (
+    rename("model.embed_tokens.weight"),
+    rename("model.layers.*.{input,post_attention}_layernorm.weight"),
+    rename("model.layers.*.self_attn.{q,k,v,o}_proj.{weight,bias}"),
+    rename("model.layers.*.self_attn.sinks"),
+    rename("model.layers.*.mlp.gate.{weight,bias}", "model.layers.*.mlp.router.{weight,bias}"),
+    layouts(
+        f"{_EXPERTS}.gate_up_proj",
+        bf16=deinterleave(transpose(f"{_EXPERTS}.gate_up_proj"), axis=1),  # hub: (E, H, 2I)
+        mxfp4=deinterleave(mxfp4(f"{_EXPERTS}.gate_up_proj"), axis=1),  # hub: (E, 2I, H), rows alternate
+    ),
+    layouts(
+        f"{_EXPERTS}.down_proj",
+        bf16=transpose(f"{_EXPERTS}.down_proj"),  # hub: (E, I, H)
+        mxfp4=mxfp4(f"{_EXPERTS}.down_proj"),  # hub: (E, H, I)
+    ),
+    layouts(f"{_EXPERTS}.gate_up_proj_bias", hub=deinterleave(f"{_EXPERTS}.gate_up_proj_bias", axis=1)),
+    rename(f"{_EXPERTS}.down_proj_bias"),
+    rename("model.norm.weight"),
+    tie("lm_head.weight", to="model.embed_tokens.weight"),
+)
+
+# What GptOssConfig fills in where a config says nothing about RoPE at all.
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def config_from_hf(hf: HFFields) -> DecoderConfig:
+    """GptOssConfig, the class's defaults written out."""
+    layers, hidden = hf.positive("num_hidden_layers", 36), hf.positive("hidden_size", 2880)
+    heads, width = hf.positive("num_attention_heads", 64), hf.positive("intermediate_size", 2880)
+    head_dim, context = hf.take_optional("head_dim", int, 64), hf.positive("max_position_embeddings", 131072)
+    head_dim = head_dim or hidden // heads
+    bias, top_k = hf.take("attention_bias", bool, True), hf.positive("num_experts_per_tok", 4)
+    hf.inert("experts_per_token", allowed=(top_k,), why="num_experts_per_tok is what is read")
+    hf.inert("initial_context_length", why="RoPE's original_max_position_embeddings is what is read")
+    hf.inert("hidden_act", allowed=("silu",), why="the experts have their own clamped activation")
+    hf.inert("attention_dropout", allowed=(0.0,), why="attention has no dropout here")
+    return DecoderConfig(
+        model_type="gpt_oss",
+        vocab_size=hf.positive("vocab_size", 201088),
+        hidden_size=hidden,
+        intermediate_size=width,
+        num_hidden_layers=layers,
+        attention=Attention(
+            num_heads=heads,
+            num_kv_heads=hf.take_optional("num_key_value_heads", int, 8) or heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            qkv_bias=bias,
+            out_bias=bias,
+            sinks=True,
+        ),
+        norm=Norm(eps=hf.take("rms_norm_eps", float, 1e-5), cast=NormCast.SCALE_THEN_CAST),
+        rope=hf.rope(theta=150_000.0, rotary_dim=head_dim, max_positions=context, default=_YARN),
+        layer_types=hf.layer_types(layers, lambda i: LayerType.FULL if i % 2 else LayerType.SLIDING),
+        sliding_window=hf.take_optional("sliding_window", int, 128),
+        moe=MoE(
+            num_experts=hf.positive("num_local_experts", 128, alias="num_experts"),
+            intermediate_size=width,
+            router=Router(kind=RouterKind.TOPK_SOFTMAX, top_k=top_k, bias=True),
+            bias=True,
+            clamp=SwiGLUClamp(
+                alpha=hf.take("swiglu_alpha", float, 1.702),
+                limit=hf.take("swiglu_limit", float, 7.0),
+            ),
+        ),
+        tie_word_embeddings=hf.take("tie_word_embeddings", bool, False),
+        max_position_embeddings=context,
+        initializer_range=hf.take("initializer_range", float, 0.02),
+        router_aux_loss_coef=hf.take("router_aux_loss_coef", float, 0.001),
+        output_router_logits=hf.take("output_router_logits", bool, False),
+    )
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of GptOssConfig that describe `config`."""
+    moe = config.moe
+    assert moe is not None
+    assert moe.clamp is not None
+    return {
+        "model_type": "gpt_oss",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": moe.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.attention.num_heads,
+        "num_key_value_heads": config.attention.num_kv_heads,
+        "head_dim": config.attention.head_dim,
+        "attention_bias": config.attention.qkv_bias,
+        "rms_norm_eps": config.norm.eps,
+        "rope_parameters": rope_to_hf(config.rope),
+        "layer_types": list(config.layer_types),
+        "sliding_window": config.sliding_window,
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.router.top_k,
+        "swiglu_alpha": moe.clamp.alpha,
+        "swiglu_limit": moe.clamp.limit,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "max_position_embeddings": config.max_position_embeddings,
+        "initializer_range": config.initializer_range,
+        "router_aux_loss_coef": config.router_aux_loss_coef,
+        "output_router_logits": config.output_router_logits,
+    }
+
+
+BRIDGE = Bridge(
+    model_type="gpt_oss",
+    reference="transformers:GptOssForCausalLM",
+    decoder=GptOss,
+    config_from_hf=config_from_hf,
+    config_to_hf=config_to_hf,
+    rules=RULES,
+    module_map={"model.layers.*.mlp.gate": "model.layers.*.mlp.router"},
+    kill_list=(),
+)

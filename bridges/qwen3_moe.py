@@ -1,0 +1,143 @@
+"""Qwen3-MoE between the Hub and bestiary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bestiary.bridges.bridge import Bridge
+from bestiary.bridges.fields import HFFields
+from bestiary.bridges.rope import rope_to_hf
+from bestiary.bridges.rules import concat, layouts, rename, stack, tie
+from bestiary.models import Qwen3MoE
+from bestiary.models.config import (
+    Activation,
+    Attention,
+    DecoderConfig,
+    LayerType,
+    MoE,
+    Norm,
+    QKNorm,
+    Router,
+    RouterKind,
+)
+
+_EXPERTS = "model.layers.*.mlp.experts"
+RULES = (
+    rename("model.embed_tokens.weight"),
+    rename("model.layers.*.{input,post_attention}_layernorm.weight"),
+    rename("model.layers.*.self_attn.{q,k,v,o}_proj.{weight,bias}"),
+    rename("model.layers.*.self_attn.{q,k}_norm.weight"),
+    rename("model.layers.*.mlp.gate.weight"),
+    layouts(
+        f"{_EXPERTS}.gate_up_proj",
+        per_expert=stack(concat(f"{_EXPERTS}.*.gate_proj.weight", f"{_EXPERTS}.*.up_proj.weight")),
+        fused=f"{_EXPERTS}.gate_up_proj",  # as the modules of transformers 5 hold it
+    ),
+    layouts(
+        f"{_EXPERTS}.down_proj",
+        per_expert=stack(f"{_EXPERTS}.*.down_proj.weight"),
+        fused=f"{_EXPERTS}.down_proj",
+    ),
+    rename("model.layers.*.mlp.{gate,up,down}_proj.weight"),  # dense layers
+    rename("model.norm.weight"),
+    tie("lm_head.weight", to="model.embed_tokens.weight"),
+)
+
+
+def config_from_hf(hf: HFFields) -> DecoderConfig:
+    """Qwen3MoeConfig, the class's defaults written out."""
+    layers, hidden = hf.positive("num_hidden_layers", 24), hf.positive("hidden_size", 2048)
+    heads, context = hf.positive("num_attention_heads", 32), hf.positive("max_position_embeddings", 32768)
+    head_dim = hf.positive("head_dim", hidden // heads)  # no field of the class, yet its attention reads it
+    bias = hf.take("attention_bias", bool, False)
+    window = hf.take_optional("sliding_window", int, 4096)
+    if not hf.take("use_sliding_window", bool, False):
+        window = None
+    hf.inert("max_window_layers", why="the window holds for all layers")
+    hf.inert("layer_types", allowed=(None,), why="the window holds for all layers or for none")
+    hf.inert("attention_dropout", allowed=(0.0,), why="attention has no dropout here")
+    hf.inert("shared_expert_intermediate_size", allowed=(0, None), why="no shared expert in this family")
+    hf.inert("use_qk_norm", allowed=(True,), why="always normalised in this family")
+    hf.inert("qkv_bias", allowed=(bias,), why="attention_bias is what is read")
+    step, dense = hf.positive("decoder_sparse_step", 1), hf.take_optional("mlp_only_layers", list) or []
+    return DecoderConfig(
+        model_type="qwen3_moe",
+        vocab_size=hf.positive("vocab_size", 151936),
+        hidden_size=hidden,
+        intermediate_size=hf.positive("intermediate_size", 6144),
+        num_hidden_layers=layers,
+        attention=Attention(
+            num_heads=heads,
+            num_kv_heads=hf.positive("num_key_value_heads", 4),
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            qkv_bias=bias,
+            out_bias=bias,
+            qk_norm=QKNorm(),
+        ),
+        norm=Norm(eps=hf.take("rms_norm_eps", float, 1e-6)),
+        rope=hf.rope(theta=10_000.0, rotary_dim=head_dim, max_positions=context),
+        layer_types=(LayerType.FULL if window is None else LayerType.SLIDING,) * layers,
+        sliding_window=window,
+        activation=hf.choice("hidden_act", Activation, Activation.SILU),
+        moe=MoE(
+            num_experts=hf.positive("num_experts", 128, alias="num_local_experts"),
+            intermediate_size=hf.positive("moe_intermediate_size", 768),
+            router=Router(
+                kind=RouterKind.SOFTMAX_TOPK,
+                top_k=hf.positive("num_experts_per_tok", 8),
+                normalize=hf.take("norm_topk_prob", bool, False),
+            ),
+        ),
+        dense_layers=tuple(i for i in range(layers) if i in dense or (i + 1) % step),
+        tie_word_embeddings=hf.take("tie_word_embeddings", bool, False),
+        max_position_embeddings=context,
+        initializer_range=hf.take("initializer_range", float, 0.02),
+        router_aux_loss_coef=hf.take("router_aux_loss_coef", float, 0.001),
+        output_router_logits=hf.take("output_router_logits", bool, False),
+    )
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of Qwen3MoeConfig that describe `config`."""
+    moe = config.moe
+    assert moe is not None
+    return {
+        "model_type": "qwen3_moe",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.attention.num_heads,
+        "num_key_value_heads": config.attention.num_kv_heads,
+        "head_dim": config.attention.head_dim,
+        "attention_bias": config.attention.qkv_bias,
+        "rms_norm_eps": config.norm.eps,
+        "rope_parameters": rope_to_hf(config.rope),
+        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": config.sliding_window,
+        "hidden_act": config.activation,
+        "num_experts": moe.num_experts,
+        "num_local_experts": moe.num_experts,  # the name that transformers 5 writes
+        "moe_intermediate_size": moe.intermediate_size,
+        "num_experts_per_tok": moe.router.top_k,
+        "norm_topk_prob": moe.router.normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(config.dense_layers),
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "max_position_embeddings": config.max_position_embeddings,
+        "initializer_range": config.initializer_range,
+        "router_aux_loss_coef": config.router_aux_loss_coef,
+        "output_router_logits": config.output_router_logits,
+    }
+
+
+BRIDGE = Bridge(
+    model_type="qwen3_moe",
+    reference="transformers:Qwen3MoeForCausalLM",
+    decoder=Qwen3MoE,
+    config_from_hf=config_from_hf,
+    config_to_hf=config_to_hf,
+    rules=RULES,
+    kill_list=(),
+)
