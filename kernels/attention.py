@@ -34,7 +34,7 @@ class MaskSpec:
     window: int | None = None
     documents: Tensor | None = None
     key_valid: Tensor | None = None
-    _dense: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
+    _dense: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def is_causal_square(self) -> bool:

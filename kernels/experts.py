@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bestiary.kernels.activation import clamped_swiglu, gated
 from bestiary.kernels.dispatch import choose
+from bestiary.kernels.precision import at_least_fp32
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class ExpertLinear:
         """(n, in) sorted by expert → (n, out); `offsets` (E,) int32 are the ends, `expert_of` (n,) the experts."""
         y = F.grouped_mm(x, self.weight.transpose(-1, -2), offs=offsets)
         if self.bias is not None:
-            y = y + self.bias[expert_of]
+            # Gathered wide: the gradient of a gather is a sum over tokens, and a sum in bf16 stops growing.
+            y = (y + self.bias.to(at_least_fp32(y.dtype))[expert_of]).to(y.dtype)
         if self.lora_A is not None and self.lora_B is not None:
             low = F.grouped_mm(x.to(self.lora_A.dtype), self.lora_A.transpose(-1, -2), offs=offsets)
             y = (y + F.grouped_mm(low, self.lora_B.transpose(-1, -2), offs=offsets) * self.scaling).to(y.dtype)
@@ -105,7 +107,7 @@ def _loop(
     clamp: tuple[float, float] | None,
 ) -> Tensor:
     out = torch.zeros_like(x)
-    for expert in torch.unique(indices).tolist():
+    for expert in torch.unique(indices).tolist() or [0]:  # no token at all: an empty product keeps the graph
         token, slot = torch.where(indices == expert)
         y = down.one(_activate(gate_up.one(x[token], expert), activation, clamp), expert)
         out = out.index_add(0, token, (y * weights[token, slot, None]).to(x.dtype))
