@@ -177,6 +177,17 @@ class Router:
     scale: float = 1.0
     weights_in_fp32: bool = False  # Mixtral, GLM-4-MoE; the others cast them to the model's dtype
 
+    def __post_init__(self) -> None:
+        sigmoid = self.kind is RouterKind.SIGMOID
+        if sigmoid and self.bias:
+            raise InvalidConfig("router.bias = True on a sigmoid router.", remedy="it has the correction bias instead")
+        if not sigmoid and (self.num_groups, self.topk_groups, self.scale) != (1, 1, 1.0):
+            raise InvalidConfig(
+                f"router.num_groups = {self.num_groups}, topk_groups = {self.topk_groups}, scale = {self.scale} "
+                f"on a {self.kind} router.",
+                remedy="only sigmoid routers have groups and a scale",
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class SwiGLUClamp:
@@ -302,6 +313,11 @@ class DecoderConfig:
         if LayerType.SLIDING in self.layer_types and self.sliding_window is None:
             raise InvalidConfig(
                 "layer_types names sliding_attention and sliding_window is None.", remedy="give the window in tokens"
+            )
+        qk_norm = self.attention.qk_norm
+        if qk_norm is not None and qk_norm.after_rope and qk_norm.span is QKNormSpan.FULL:
+            raise InvalidConfig(
+                "qk_norm.span = full with qk_norm.after_rope = True.", remedy="after RoPE each head is normed alone"
             )
         if self.attention.num_heads % self.attention.num_kv_heads:
             raise InvalidConfig(

@@ -6,7 +6,7 @@ sandwich   x + norm(attn(norm x))        x + norm(mlp(norm x))       Gemma, GLM-
 """
 
 import zlib
-from collections.abc import Container, Iterable
+from collections.abc import Container, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -143,6 +143,7 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         finally:
             torch.set_default_dtype(default)
         self.tie_weights()
+        self.register_load_state_dict_post_hook(_tie_again)
         self._freeze_base()
         if config.compile_blocks:
             for layer in self.model.layers:
@@ -208,7 +209,8 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         if targets is not None:
             core = cast(LogProb, self.lm_head(hidden, targets, temperature=temperature))
             output["log_probs"] = core.log_prob.view_as(targets)
-            items = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            # A batch without targets has loss 0, not 0 / 0: it still takes part in the backward pass.
+            items = (targets != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             output["loss"] = -core.log_prob.sum() / items
         if return_logits or (targets is None and return_logits is not False):
             kept = (
@@ -217,7 +219,8 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
             output["logits"] = self.lm_head(hidden if isinstance(kept, int) else hidden[:, kept])
         wanted = self.decoder_config.output_router_logits if output_router_logits is None else output_router_logits
         if wanted and router_logits:
-            self._add_router_loss(output, router_logits, attention_mask)
+            counted = None if attention_mask is None else attention_mask[:, -inputs.length :].reshape(-1)
+            self._add_router_loss(output, router_logits, counted)
         if not self._keep_hidden:
             return DecoderOutput(output)
         return DecoderOutput(output, hidden_states=hidden)
@@ -225,14 +228,13 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
     _keep_hidden = False
 
     def _add_router_loss(
-        self, output: dict[str, Any], router_logits: tuple[Tensor, ...], attention_mask: Tensor | None
+        self, output: dict[str, Any], router_logits: tuple[Tensor, ...], token_mask: Tensor | None
     ) -> None:
         moe = self.decoder_config.moe
         if moe is None:
             raise InvalidConfig("output_router_logits on a model without experts.", remedy="drop it")
-        mask = None if attention_mask is None else attention_mask.reshape(-1)
         output["router_logits"] = router_logits
-        output["aux_loss"] = load_balancing_loss(router_logits, moe.router.top_k, mask)
+        output["aux_loss"] = load_balancing_loss(router_logits, moe.router.top_k, token_mask)
         if "loss" in output:
             output["loss"] = output["loss"] + self.decoder_config.router_aux_loss_coef * output["aux_loss"]
 
@@ -240,8 +242,8 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         """Make head and embedding one Parameter where the config ties them (arguments of trainers are ignored)."""
-        if self.decoder_config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        if self.decoder_config.tie_word_embeddings and isinstance(self.lm_head, Head):  # not a head put in its place
+            self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
 
     def init_weights(self, seed: int = 0, *, only: Container[str] | None = None) -> None:
         """Normal(0, initializer_range) for matrices and sinks, identity norms, zero biases, neutral adapters.
@@ -306,13 +308,24 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         self.tie_weights()  # to_empty and device moves build one Parameter a module
         return self
 
-    def _refuse_unknown(self, ignored: Iterable[str]) -> None:
+    def _refuse_unknown(self, ignored: Mapping[str, Any]) -> None:
+        for name in ("output_attentions", "output_hidden_states"):
+            if ignored.get(name):
+                raise InvalidInput(
+                    f"forward({name}=True): no layer's insides are returned.",
+                    remedy="put a forward hook on the module you want to see, e.g. model.model.layers[3].self_attn",
+                )
         unknown = sorted(set(ignored) - self.ignored_arguments)
         if unknown:
             raise InvalidInput(
                 f"forward() has no argument {unknown[0]!r}.",
                 remedy="drop it; a column of the data set that the model does not read belongs in remove_columns",
             )
+
+
+def _tie_again(decoder: nn.Module, incompatible_keys: object) -> None:
+    """After `load_state_dict(assign=True)` the embedding holds another Parameter."""
+    cast(Decoder, decoder).tie_weights()
 
 
 class _no_reset(torch.overrides.TorchFunctionMode):

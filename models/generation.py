@@ -1,13 +1,15 @@
 """Small, correct generation with a KV cache: greedy and sampling, several stop ids, left-padded batches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from bestiary.kernels.precision import at_least_fp32
 from bestiary.models.cache import Cache
+from bestiary.models.config import DynamicScaling, LongRopeScaling
 from bestiary.models.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -103,28 +105,29 @@ class GenerationMixin:
         """
         given = {"do_sample": do_sample, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         model = cast("Decoder", self)
-        sampling = _sampling(given, generation_config)
+        settings = {} if generation_config is None else vars(generation_config)
+        sampling = _sampling(given, settings)
         if max_new_tokens is None:
-            max_new_tokens = getattr(generation_config, "max_new_tokens", None) or 20
-        stops = _stop_ids(model, stop_token_ids, generation_config)
-        pad = _pad_id(pad_token_id, generation_config, stops)
+            max_new_tokens = settings.get("max_new_tokens") or 20
+        stops = _stop_ids(model, stop_token_ids, settings)
+        pad = _pad_id(pad_token_id, settings, stops)
         mask = _left_padding(input_ids, attention_mask)
-        _check_length(model, input_ids, mask, max_new_tokens, allow_long)
+        sequence_length = _checked_length(model, input_ids, mask, max_new_tokens, allow_long)
 
         device, rows = input_ids.device, input_ids.shape[0]
         stop_tensor = torch.tensor(stops, dtype=input_ids.dtype, device=device)
         running = torch.ones(rows, dtype=torch.bool, device=device)
+        use_cache = use_cache and not _frequencies_change(model, sequence_length)
         cache = Cache(model.decoder_config) if use_cache else None
         sequence, log_probs = input_ids, []
         unseen = input_ids
         for _ in range(max_new_tokens):
             output = model(unseen, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
             logits = output["logits"][:, -1]
+            logits = logits.to(at_least_fp32(logits.dtype))  # a cumulative sum in bf16 would not reach top_p
             chosen = torch.where(running, sampling.choose(logits, generator), pad)
             if return_log_probs:
-                scored = (
-                    logits.to(torch.promote_types(logits.dtype, torch.float32)) / sampling.temperature
-                ).log_softmax(-1)
+                scored = (logits / sampling.temperature).log_softmax(-1)
                 log_probs.append(torch.where(running, scored.gather(-1, chosen[:, None]).squeeze(-1), 0.0))
             sequence = torch.cat((sequence, chosen[:, None]), dim=1)
             if mask is not None:
@@ -136,24 +139,22 @@ class GenerationMixin:
         return (sequence, torch.stack(log_probs, dim=1)) if return_log_probs else sequence
 
 
-def _sampling(given: dict[str, Any], generation_config: Any) -> Sampling:
-    chosen = {
-        name: value if value is not None else getattr(generation_config, name, None) for name, value in given.items()
-    }
+def _sampling(given: dict[str, Any], settings: Mapping[str, Any]) -> Sampling:
+    chosen = {name: value if value is not None else settings.get(name) for name, value in given.items()}
     return Sampling(**{name: value for name, value in chosen.items() if value is not None})
 
 
-def _stop_ids(model: "Decoder", given: Sequence[int] | int | None, generation_config: Any) -> list[int]:
+def _stop_ids(model: "Decoder", given: Sequence[int] | int | None, settings: Mapping[str, Any]) -> list[int]:
     """The first source that names any: the argument, the config given, the model's own, the checkpoint's JSON."""
     stored = {**(model.hf_config_json or {}), **(model.hf_generation_config_json or {})}
-    own = getattr(model._generation_config, "eos_token_id", None)
-    sources = (given, getattr(generation_config, "eos_token_id", None), own, stored.get("eos_token_id"))
+    own = {} if model._generation_config is None else vars(model._generation_config)
+    sources = (given, *(source.get("eos_token_id") for source in (settings, own, stored)))
     found = next((source for source in sources if source is not None), ())
     return [found] if isinstance(found, int) else [int(token) for token in found]
 
 
-def _pad_id(given: int | None, generation_config: Any, stops: Sequence[int]) -> int:
-    configured = given if given is not None else getattr(generation_config, "pad_token_id", None)
+def _pad_id(given: int | None, settings: Mapping[str, Any], stops: Sequence[int]) -> int:
+    configured = given if given is not None else settings.get("pad_token_id")
     return configured if configured is not None else (stops[0] if stops else 0)
 
 
@@ -173,7 +174,8 @@ def _left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | 
     return mask
 
 
-def _check_length(model: "Decoder", input_ids: Tensor, mask: Tensor | None, new: int, allow_long: bool) -> None:
+def _checked_length(model: "Decoder", input_ids: Tensor, mask: Tensor | None, new: int, allow_long: bool) -> int:
+    """Tokens of the longest row, the new ones included."""
     longest = input_ids.shape[1] if mask is None else int(mask.sum(-1).max())
     limit = model.decoder_config.max_position_embeddings
     if longest + new > limit and not allow_long:
@@ -181,3 +183,13 @@ def _check_length(model: "Decoder", input_ids: Tensor, mask: Tensor | None, new:
             f"{longest} prompt tokens + max_new_tokens = {new} exceed max_position_embeddings = {limit}.",
             remedy="shorten the prompt or max_new_tokens, or pass allow_long=True",
         )
+    return longest + new
+
+
+def _frequencies_change(model: "Decoder", length: int) -> bool:
+    """Whether a RoPE kind turns all keys by other angles once the sequence outgrows its first context."""
+    scalings = (rope.scaling for rope in (model.decoder_config.rope, model.decoder_config.sliding_rope) if rope)
+    return any(
+        isinstance(scaling, DynamicScaling | LongRopeScaling) and length > scaling.original_max_position_embeddings
+        for scaling in scalings
+    )

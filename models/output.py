@@ -35,6 +35,14 @@ class DecoderOutput(dict[str, Any]):
             return self.get(name)
         raise AttributeError(f"DecoderOutput has no field {name!r}; it has {', '.join(FIELDS)}")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in FIELDS:
+            super().__setattr__(name, value)
+        elif value is None:
+            self.pop(name, None)
+        else:
+            self[name] = value
+
     def __getitem__(self, key: Any) -> Any:
         return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
 

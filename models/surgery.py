@@ -3,13 +3,13 @@
 import re
 from collections.abc import Callable
 from fnmatch import translate
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from bestiary.models.decoder import Decoder
 from bestiary.models.errors import InvalidInput, NoSuchModule
+from bestiary.models.layers.embedding import Embedding
 from bestiary.models.layers.head import Head
 
 
@@ -51,12 +51,17 @@ def resize_token_embeddings(model: Decoder, size: int, *, seed: int = 0) -> nn.M
     Returns:
         The embedding module.
     Raises:
-        InvalidInput: size below 1.
+        InvalidInput: size below 1, or embedding or head are no longer the model's own.
     """
     if size < 1:
         raise InvalidInput(f"new vocabulary size {size}.", remedy="at least 1")
     config = model.decoder_config.with_(vocab_size=size)
-    embedding, head = model.model.embed_tokens, cast(Head, model.lm_head)
+    embedding, head = model.model.embed_tokens, model.lm_head
+    if not isinstance(embedding, Embedding) or not isinstance(head, Head):
+        raise InvalidInput(
+            f"embed_tokens is a {type(embedding).__name__} and lm_head a {type(head).__name__}: one was replaced.",
+            remedy="resize first and replace then",
+        )
     embedding.weight = _resized(embedding.weight, size, config.initializer_range, seed)
     embedding.num_embeddings = size
     if not config.tie_word_embeddings:

@@ -29,7 +29,7 @@ class Embedding(nn.Embedding):
             return embedded
         multiplier = self.multiplier
         if self.multiplier_in_weight_dtype:  # Gemma: √H rounds before it multiplies (bf16: 25.298 becomes 25.25)
-            multiplier = float(torch.tensor(multiplier, dtype=self.weight.dtype))
+            multiplier = float(torch.tensor(multiplier, dtype=self.weight.dtype, device="cpu"))
         return embedded * multiplier
 
     def _check(self, input_ids: Tensor) -> None:

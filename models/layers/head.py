@@ -1,5 +1,7 @@
 """The language-model head: logits, or log-probabilities through the log-prob core."""
 
+from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -42,6 +44,27 @@ class Head(nn.Module):
             ignore_index=ignore_index,
             entropy=entropy,
         )
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The weight; nothing where it is the embedding's, unless duplicates are asked for.
+
+        torch's distributed checkpoint walks the modules one by one and expects of `state_dict` all that they name here.
+        """
+        if self.tied and remove_duplicate:
+            return iter(())
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Head":
+        # A copy of the whole model copies the embedding first. A copy of the head alone (PEFT's modules_to_save) stands
+        # for itself: its weight trains apart and must be saved.
+        alone = id(self.weight) not in memo
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(deepcopy(self.__dict__, memo))
+        copied.tied = self.tied and not alone
+        return copied
 
     def extra_repr(self) -> str:
         """Sizes, for `print(model)`."""

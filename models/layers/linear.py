@@ -1,6 +1,7 @@
 """A Linear that has LoRA built in."""
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ class Linear(Adaptable, nn.Linear):
     def sites(self, name: str) -> Iterator[Site]:
         """The weight."""
         low_rank = None if self.lora is None else LowRank(self.lora_A, self.lora_B, self.lora)
-        yield Site(name, f"{name}.weight", self.weight, low_rank)
+        yield Site(name, f"{name}.weight", cast(nn.Parameter, self.weight), low_rank)
 
     def drop_adapters(self) -> None:
         """Be a plain linear layer again."""

@@ -56,25 +56,25 @@ def rope_frequencies(rope: Rope, dtype: torch.dtype = torch.float32, length: int
     Source: transformers `modeling_rope_utils.py`, one function a kind there.
     """
     scaling = rope.scaling
-    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).to(dtype) / rope.rotary_dim
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64, device="cpu").to(dtype) / rope.rotary_dim
     if scaling is None:
         return 1.0 / rope.theta**exponents, 1.0
     if isinstance(scaling, LinearScaling):
         return 1.0 / rope.theta**exponents / scaling.factor, 1.0
     if isinstance(scaling, DynamicScaling):
-        return 1.0 / _dynamic_theta(rope, scaling, length) ** exponents, 1.0
+        return 1.0 / _dynamic_theta(rope, scaling, torch.tensor(length, dtype=dtype, device="cpu")) ** exponents, 1.0
     if isinstance(scaling, Llama3Scaling):
         return _llama3(1.0 / rope.theta**exponents, scaling), 1.0
     if isinstance(scaling, YarnScaling):
         return _yarn(rope, scaling, exponents), _yarn_attention_factor(scaling)
     long = length > scaling.original_max_position_embeddings
-    factors = torch.tensor(scaling.long_factor if long else scaling.short_factor, dtype=dtype)
+    factors = torch.tensor(scaling.long_factor if long else scaling.short_factor, dtype=dtype, device="cpu")
     return 1.0 / (factors * rope.theta**exponents), scaling.attention_factor
 
 
-def _dynamic_theta(rope: Rope, scaling: DynamicScaling, length: int) -> float:
+def _dynamic_theta(rope: Rope, scaling: DynamicScaling, length: Tensor) -> Tensor:
     original = scaling.original_max_position_embeddings
-    stretch = scaling.factor * max(length, original) / original - (scaling.factor - 1)
+    stretch = scaling.factor * length.clamp(min=original) / original - (scaling.factor - 1)
     return rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))
 
 
@@ -102,7 +102,7 @@ def _yarn(rope: Rope, scaling: YarnScaling, exponents: Tensor) -> Tensor:
     low, high = max(low, 0), min(high, rope.rotary_dim - 1)
     if low == high:
         high += 0.001
-    ramp = ((torch.arange(rope.rotary_dim // 2, dtype=exponents.dtype) - low) / (high - low)).clamp(0, 1)
+    ramp = ((torch.arange(rope.rotary_dim // 2, dtype=exponents.dtype, device="cpu") - low) / (high - low)).clamp(0, 1)
     kept = 1 - ramp
     powers = rope.theta**exponents
     return 1.0 / (scaling.factor * powers) * (1 - kept) + 1.0 / powers * kept
