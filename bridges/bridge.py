@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bestiary.bridges import export, loading
+from bestiary.bridges import export, loading, peft_import
 from bestiary.bridges.fields import HFFields
 from bestiary.bridges.pieces import Shape
 from bestiary.bridges.plan import PLAIN, Naming, Plan, plan_export, plan_import
@@ -135,6 +135,10 @@ class Bridge:
     def save(self, model: Decoder, path: str | Path, **options: Any) -> Path:
         """`save_pretrained`: see `bestiary.bridges.export.save_decoder`."""
         return export.save_decoder(self, model, path, **options)
+
+    def load_adapter(self, model: Decoder, src: str | Path, **options: Any) -> None:
+        """Values of a PEFT adapter for a model that has adapters: see `bestiary.bridges.peft_import.load_adapter`."""
+        peft_import.load_adapter(self, model, src, **options)
 
     def named_hf_tensors(self, model: Decoder, *, merge_lora: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Hub names and tensors: see `bestiary.bridges.export.named_hf_tensors`."""

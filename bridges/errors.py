@@ -116,3 +116,9 @@ class FolderNotEmpty(BestiaryError):
 
 class UnsupportedLoad(BestiaryError):
     """An argument of a load or save that this version does not implement."""
+
+
+class UnsupportedAdapter(BestiaryError):
+    """An adapter that PEFT can hold and our layers cannot, or the other way round."""
+
+    exit_code = 4

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bestiary.bridges.errors import ConfigChanged, FolderNotEmpty, UnsupportedLoad
+from bestiary.bridges.errors import ConfigChanged, FolderNotEmpty, UnsupportedAdapter, UnsupportedLoad
 from bestiary.bridges.hub import CONFIG, GENERATION
 from bestiary.bridges.loading import read_config
+from bestiary.bridges.peft import save_adapter
 from bestiary.bridges.plan import Plan, Transfer
 from bestiary.bridges.storage import INDEX, SafetensorsSource, read_rows
 from bestiary.bridges.writing import Entry, staged, write_checkpoint, write_file, write_index, write_json
@@ -36,11 +37,11 @@ def save_decoder(
     max_shard_size: int | str = "5GB",
     into: str | Path | None = None,
 ) -> Path:
-    """Write `model` as a checkpoint folder; it appears whole or not at all.
+    """Write `model` as a checkpoint folder, with LoRA as a PEFT folder; it appears whole or not at all.
 
     Args:
         overwrite: replace the checkpoint in a folder that has content; other files stay.
-        merge: with LoRA, fold the adapters into the written weights (the model itself stays as it is).
+        merge: with LoRA, write the full checkpoint with the adapters folded in (the model itself stays as it is).
         max_shard_size: bytes per file, or "5GB".
         into: an original checkpoint that holds this model among other parts (a multimodal one): write a copy of it
             with our weights in place of its own.
@@ -49,14 +50,12 @@ def save_decoder(
     Raises:
         FolderNotEmpty: the folder has content and `overwrite` is False.
         ConfigChanged: somebody changed an architecture field of `model.config`.
-        UnsupportedLoad: LoRA without `merge`, or an original that cannot take these weights.
+        UnsupportedLoad: an original that cannot take these weights.
+        UnsupportedAdapter: what was trained does not fit into an adapter folder.
     """
     target = Path(path)
     if model.decoder_config.lora is not None and not merge:
-        raise UnsupportedLoad(
-            "the model has LoRA adapters, and a full checkpoint would drop them.",
-            remedy="pass merge=True to fold them into the weights",
-        )
+        return _save_adapter(bridge, model, target, overwrite=overwrite, into=into)
     tensors = _Tensors(bridge.plan_export(model.decoder_config), model)
     if into is not None:
         return _splice(bridge, model, Path(into), target, overwrite=overwrite)
@@ -68,6 +67,20 @@ def save_decoder(
         if generation is not None:
             write_json(folder / GENERATION, generation)
     return target
+
+
+def _save_adapter(bridge: Bridge, model: Decoder, target: Path, *, overwrite: bool, into: str | Path | None) -> Path:
+    _config_to_write(bridge, model)  # refuses a live config that describes another model
+    changed: list[str] = []
+    if model.hf_config_json is not None:
+        changed = _differences(bridge.parse(model.hf_config_json).decoder, model.decoder_config)
+    if into is not None or changed:
+        what = f"into = {into!r}" if into is not None else f"a model whose {changed[0]} is not its checkpoint's"
+        raise UnsupportedAdapter(
+            f"{what}: an adapter folder holds adapters and nothing of the base.",
+            remedy="pass merge=True to write the full checkpoint",
+        )
+    return save_adapter(bridge, model, target, overwrite=overwrite)
 
 
 def named_hf_tensors(bridge: Bridge, model: Decoder, *, merge_lora: bool = True) -> Iterator[tuple[str, Tensor]]:

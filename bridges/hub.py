@@ -8,7 +8,8 @@ from pathlib import Path
 from bestiary.bridges.errors import CheckpointNotFound, OfflineError
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-_WANTED = (CONFIG, GENERATION, "*.safetensors", "*.safetensors.index.json")
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_WANTED = (CONFIG, GENERATION, ADAPTER_CONFIG, "*.safetensors", "*.safetensors.index.json")
 
 
 def resolve(src: str | Path, *, revision: str | None = None) -> Path:

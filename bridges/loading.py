@@ -23,6 +23,7 @@ from bestiary.bridges.errors import (
 from bestiary.bridges.hub import CONFIG, GENERATION, resolve
 from bestiary.bridges.memory import advise_huge_pages
 from bestiary.bridges.mxfp4 import dequantize
+from bestiary.bridges.peft_import import read_adapter
 from bestiary.bridges.pieces import HubTensor, Piece
 from bestiary.bridges.plan import Plan, Transfer
 from bestiary.bridges.storage import SafetensorsSource, TensorSource, read_json, read_rows
@@ -54,7 +55,7 @@ def load_checkpoint(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    lora: LoRAConfig | None = None,
+    lora: LoRAConfig | str | Path | None = None,
     mesh: Any = None,
     backend: str = "native",
     revision: str | None = None,
@@ -66,7 +67,7 @@ def load_checkpoint(
     Args:
         src: a folder, or a hub id (`revision`: branch, tag or commit there).
         dtype: of the parameters; None: what the config states, else that of the stored embedding.
-        lora: adapters to build in: A uniform, B zero, the base frozen.
+        lora: adapters to build in, the base frozen: fresh ones (B zero), or those of a PEFT folder or hub id.
         cls: the family class that was asked for.
         name: what to remember as `name_or_path`; None: `src`.
     Raises:
@@ -78,13 +79,19 @@ def load_checkpoint(
     folder = resolve(src, revision=revision)
     json = read_config(folder)
     parsed = bridge.parse(json, source=str(folder / CONFIG))
-    config = parsed.decoder.with_(lora=lora)
+    adapter = None if lora is None or isinstance(lora, LoRAConfig) else read_adapter(bridge, parsed.decoder, lora)
+    config = parsed.decoder.with_(lora=lora if adapter is None else adapter.lora)
     family = _family(bridge, cls)
     with SafetensorsSource(folder) as source:
         plan = bridge.plan_import(config, source.infos, quantization=parsed.quantization, read_from=str(folder))
-        model = family(config, dtype=dtype or parsed.dtype or _stored_dtype(plan, source), device="meta")
+        chosen = dtype or parsed.dtype or _stored_dtype(plan, source)
+        if adapter is not None:
+            config = config.with_(lora=adapter.lora_for(chosen))
+        model = family(config, dtype=chosen, device="meta")
         model.to_empty(device=device)
         fill(model, source, plan)
+    if adapter is not None:
+        adapter.fill(model)
     model.name_or_path = str(src) if name is None else name
     model.hf_config_json = copy.deepcopy(json)
     model.hf_generation_config_json = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else None

@@ -11,6 +11,7 @@ from bestiary.bridges.bridge import Bridge
 from bestiary.bridges.errors import UnsupportedModelType
 from bestiary.bridges.hub import CONFIG, resolve
 from bestiary.bridges.loading import read_config
+from bestiary.bridges.peft_import import base_of, is_adapter
 
 if TYPE_CHECKING:
     from bestiary.models.decoder import Decoder
@@ -49,10 +50,15 @@ def registered_bridges() -> dict[str, Bridge]:
 def load_decoder(src: str | Path, *, revision: str | None = None, **options: Any) -> Decoder:
     """A model of whatever family the checkpoint's config names; options as `loading.load_checkpoint`.
 
+    Args:
+        src: a checkpoint; or a PEFT adapter that names its base, which is then loaded with the adapter built in.
     Raises:
         UnsupportedModelType: no bridge for the config's `model_type`.
+        UnsupportedLoad: an adapter that names no base, or is given another adapter.
     """
     folder = resolve(src, revision=revision)
+    if is_adapter(folder):
+        return load_decoder(base_of(folder, options.pop("lora", None)), lora=folder, **options)
     model_type = str(read_config(folder).get("model_type"))
     return get_bridge(model_type, read_from=str(folder / CONFIG)).load(folder, name=str(src), **options)
 

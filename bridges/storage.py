@@ -95,15 +95,16 @@ class SafetensorsSource:
 
     Args:
         folder: holds `model.safetensors`, or `model.safetensors.index.json` and what it names.
+        single: the name of the one file, where it is another.
     Raises:
         CheckpointNotFound: the folder has neither.
         MissingShard: the index names a file that is not there.
         CorruptCheckpoint: truncated, damaged, or index and shards disagree.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, single: str = SINGLE) -> None:
         self.name = str(folder)
-        self.files, self.weight_map = _files(folder)
+        self.files, self.weight_map = _files(folder, single)
         self._descriptors: list[int] = []
         try:
             self.infos = self._open()
@@ -149,13 +150,13 @@ class SafetensorsSource:
         return infos
 
 
-def _files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE], None
+def _files(folder: Path, single: str) -> tuple[list[Path], dict[str, str] | None]:
+    if (folder / single).is_file():
+        return [folder / single], None
     if not (folder / INDEX).is_file():
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         raise CheckpointNotFound(
-            f"no {SINGLE} and no {INDEX} in {folder}"
+            f"no {single} and no {INDEX} in {folder}"
             + (f" (only {pickles[0]}: pickles are never read)." if pickles else "."),
             remedy="give a folder written by save_pretrained, with safe_serialization on",
         )

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from bestiary.bridges.errors import FolderNotEmpty, UnsupportedLoad
+from bestiary.bridges.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, GENERATION
 from bestiary.bridges.pieces import Shape
 from bestiary.bridges.storage import DTYPES, INDEX, SINGLE
 
+_EXPORTED = (SINGLE, INDEX, CONFIG, GENERATION, ADAPTER_CONFIG, ADAPTER_WEIGHTS)  # what an export may leave behind
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -120,7 +122,7 @@ def _split(entries: Sequence[Entry], limit: int) -> Iterator[list[Entry]]:
 def staged(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """A temporary folder beside `path`; its files move to `path` at the end, and vanish on an error.
 
-    With `overwrite`, files of the same names are replaced, weights of an earlier export are removed, the rest stays.
+    With `overwrite`, files of the same names are replaced, files of an earlier export are removed, the rest stays.
 
     Raises:
         FolderNotEmpty: `path` has content and `overwrite` is False, or `path` is a file.
@@ -144,7 +146,7 @@ def _publish(folder: Path, path: Path) -> None:
     if not path.exists() or not any(path.iterdir()):
         os.replace(folder, path)
         return
-    stale = {old for old in path.iterdir() if old.name in (SINGLE, INDEX) or old.match("model-*-of-*.safetensors")}
+    stale = {old for old in path.iterdir() if old.name in _EXPORTED or old.match("model-*-of-*.safetensors")}
     for new in sorted(folder.iterdir()):
         os.replace(new, path / new.name)
         stale.discard(path / new.name)

@@ -19,7 +19,7 @@ class AutoDecoder:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
-        lora: LoRAConfig | None = None,
+        lora: LoRAConfig | str | Path | None = None,
         mesh: Any = None,
         backend: str = "native",
         revision: str | None = None,

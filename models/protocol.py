@@ -72,7 +72,7 @@ class TrainerProtocol:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
-        lora: LoRAConfig | None = None,
+        lora: LoRAConfig | str | Path | None = None,
         mesh: Any = None,
         backend: str = "native",
         revision: str | None = None,
@@ -80,9 +80,10 @@ class TrainerProtocol:
         """A model from a checkpoint folder or hub id.
 
         Args:
-            src: folder with config.json and safetensors, or a hub id such as "Qwen/Qwen3-0.6B".
+            src: folder with config.json and safetensors, or a hub id such as "Qwen/Qwen3-0.6B"; or a PEFT adapter that
+                names its base.
             dtype: of the parameters; None: the checkpoint's.
-            lora: adapters to build in; the base is frozen.
+            lora: adapters to build in, the base frozen: a LoRAConfig for fresh ones, or a PEFT folder or hub id.
             mesh: device mesh to shard over.   backend: "native".   revision: branch, tag or commit on the hub.
         Raises:
             bestiary.bridges.errors: unknown model type, unsupported config, missing keys, corrupt files, offline.
@@ -101,6 +102,17 @@ class TrainerProtocol:
             FolderNotEmpty: the folder has content and `overwrite` is False.
         """
         return cast(Path, self._bridge.save(self, path, overwrite=overwrite, **options))
+
+    def load_adapter(self, src: str | Path, *, revision: str | None = None) -> None:
+        """Put the values of a PEFT adapter into the adapters this model was built with.
+
+        Args:
+            src: PEFT folder or hub id.   revision: branch, tag or commit on the hub.
+        Raises:
+            UnsupportedAdapter: adapters elsewhere, or of another rank or scaling; nothing is changed.
+            bestiary.bridges.errors: see `bestiary.bridges.peft_import.read_adapter`.
+        """
+        self._bridge.load_adapter(self, src, revision=revision)
 
     def named_hf_tensors(self, *, merge_lora: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Hub names and shapes, one tensor at a time: what is exported, synced to a rollout engine, or compared."""
