@@ -72,7 +72,8 @@ def _text_config(hf: HFFields) -> DecoderConfig:
     heads, head_dim = hf.positive("num_attention_heads", 8), hf.positive("head_dim", 256)
     context, pattern = hf.positive("max_position_embeddings", 131072), hf.positive("sliding_window_pattern", 6)
     bias = hf.take("attention_bias", bool, False)
-    hf.inert("_sliding_window_pattern", why="a copy of the pattern that layer_types spells out")
+    for name in ("sliding_window_pattern", "_sliding_window_pattern"):
+        hf.inert(name, why="layer_types wins over it, and exports spell it out")
     hf.inert("attention_dropout", allowed=(0.0, None), why="attention has no dropout here")
     hf.inert("attn_logit_softcapping", allowed=(None,), why="Gemma3Attention never applies it")
     hf.inert("use_bidirectional_attention", allowed=(False, None), why="embedding models attend both ways")

@@ -1,7 +1,22 @@
 """Settings shared by all tests."""
 
+import os
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 # A first call may load a library or compile: how long one example takes says nothing about the property.
 settings.register_profile("bestiary", deadline=None)
 settings.load_profile("bestiary")
+
+
+@pytest.fixture(scope="session")
+def reference_data() -> Path:
+    """The folder with real configs, shard indexes and tensor listings of published checkpoints."""
+    folder = os.environ.get("BESTIARY_REFERENCE_DATA")
+    if folder:
+        return Path(folder).resolve()
+    if os.environ.get("CI") == "true":
+        pytest.fail("CI=true and BESTIARY_REFERENCE_DATA is unset: the checks against published checkpoints must run")
+    pytest.skip("BESTIARY_REFERENCE_DATA names no folder with configs and tensor listings of published checkpoints")

@@ -1,0 +1,244 @@
+"""Configs: what transformers reads is what ours says, in either spelling of the JSON, or it is refused by name."""
+
+import copy
+from typing import Any
+
+import pytest
+import transformers
+
+from bestiary.bridges import get_bridge, registered_bridges
+from bestiary.bridges.errors import UnsupportedConfig, UnsupportedModelType
+from bestiary.models.config import (
+    DecoderConfig,
+    DynamicScaling,
+    LayerType,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+)
+
+from .checkpoints import FAMILIES, tiny_config
+
+ROPES: dict[str, tuple[dict[str, Any], RopeScaling]] = {
+    "linear": ({"factor": 4.0}, LinearScaling(factor=4.0)),
+    "dynamic": ({"factor": 4.0}, DynamicScaling(factor=4.0, original_max_position_embeddings=64)),
+    "yarn": (
+        {"factor": 4.0, "original_max_position_embeddings": 16},
+        YarnScaling(factor=4.0, original_max_position_embeddings=16),
+    ),
+    "llama3": (
+        {"factor": 4.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        Llama3Scaling(factor=4.0, original_max_position_embeddings=16, low_freq_factor=1.0, high_freq_factor=4.0),
+    ),
+    "longrope": (
+        {"short_factor": [1.0] * 12, "long_factor": [2.0] * 12, "original_max_position_embeddings": 16, "factor": 4.0},
+        LongRopeScaling(
+            short_factor=(1.0,) * 12,
+            long_factor=(2.0,) * 12,
+            original_max_position_embeddings=16,
+            attention_factor=1.5**0.5,
+        ),
+    ),
+}
+
+
+def parse(json: dict[str, Any]) -> DecoderConfig:
+    return get_bridge(json["model_type"]).parse(json).decoder
+
+
+def tiny(model_type: str, **changes: Any) -> dict[str, Any]:
+    """The JSON of a tiny config as transformers writes it, with fields set, or removed by None."""
+    json: dict[str, Any] = tiny_config(model_type).to_diff_dict() | changes
+    return {name: value for name, value in json.items() if value is not None or name not in changes}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_config_that_states_nothing_has_the_classes_defaults(model_type: str) -> None:
+    spelled_out = transformers.AutoConfig.for_model(model_type).to_diff_dict()
+    assert parse({"model_type": model_type}) == parse(spelled_out)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_round_trip_is_the_identity(model_type: str) -> None:
+    bridge = get_bridge(model_type)
+    config = parse(tiny(model_type))
+    assert bridge.parse(bridge.config_to_hf(config)).decoder == config
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_size_in_our_files_survives_the_round_trip(model_type: str) -> None:
+    bridge = get_bridge(model_type)
+    assert bridge.decoder.sizes
+    for config in bridge.decoder.sizes.values():
+        assert bridge.parse(bridge.config_to_hf(config)).decoder == config
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("model_type", [m for m in FAMILIES if m != "gemma3_text"])
+def test_legacy_and_v5_rope_say_the_same(model_type: str, kind: str) -> None:
+    stated, scaling = ROPES[kind]
+    changes = {"max_position_embeddings": 64, "rope_theta": 5e4}
+    legacy = tiny(model_type, **changes, rope_scaling={"type": kind, **stated}, rope_parameters=None)
+    v5 = tiny(model_type, **changes, rope_parameters={"rope_type": kind, "rope_theta": 5e4, **stated})
+    assert parse(legacy) == parse(v5)
+    assert parse(v5).rope.scaling == scaling
+    assert parse(v5).rope.theta == 5e4
+    exported = get_bridge(model_type).config_to_hf(parse(v5))
+    assert transformers.AutoConfig.for_model(**exported).rope_parameters["rope_type"] == kind
+
+
+def test_gemma_rope_belongs_to_layer_types() -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    legacy = tiny("gemma3_text", rope_parameters=None, rope_scaling=scaling, rope_theta=2e6, rope_local_base_freq=3e4)
+    parameters = {
+        "full_attention": {"rope_theta": 2e6, **scaling},
+        "sliding_attention": {"rope_theta": 3e4, "rope_type": "default"},
+    }
+    config = parse(legacy)
+    assert config == parse(tiny("gemma3_text", rope_parameters=parameters))
+    assert config.rope.scaling == LinearScaling(factor=8.0)
+    assert config.sliding_rope is not None
+    assert (config.rope.theta, config.sliding_rope.theta, config.sliding_rope.scaling) == (2e6, 3e4, None)
+
+
+def test_gemma_layers_by_pattern_and_by_list() -> None:
+    by_pattern = parse(tiny("gemma3_text", layer_types=None, sliding_window_pattern=2))
+    full, sliding = LayerType.FULL, LayerType.SLIDING
+    assert by_pattern.layer_types == (sliding, full, sliding)
+    assert by_pattern == parse(tiny("gemma3_text", layer_types=[sliding.value, full.value, sliding.value]))
+
+
+def test_qwen3_window_starts_at_max_window_layers() -> None:
+    config = parse(tiny("qwen3", layer_types=None, use_sliding_window=True, sliding_window=5, max_window_layers=2))
+    assert config.layer_types == (LayerType.FULL, LayerType.FULL, LayerType.SLIDING)
+    assert parse(tiny("qwen3", sliding_window=5)).sliding_window is None
+
+
+def test_qwen3_moe_layers_and_names_of_the_expert_count() -> None:
+    json = tiny("qwen3_moe", mlp_only_layers=[], decoder_sparse_step=2)
+    assert parse(json).dense_layers == (0, 2)
+    count = json.pop("num_local_experts")
+    assert parse(json | {"num_experts": count}) == parse(json | {"num_local_experts": count})
+
+
+def test_a_multimodal_config_gives_its_text_part() -> None:
+    text = tiny("gemma3_text")
+    outer = {
+        "model_type": "gemma3",
+        "text_config": {k: v for k, v in text.items() if k != "tie_word_embeddings"} | {"pad_token_id": 3},
+        "vision_config": {"hidden_size": 16},
+        "eos_token_id": [1, 106],
+        "torch_dtype": "bfloat16",
+    }
+    parsed = get_bridge("gemma3").parse(outer)
+    assert parsed.decoder == parse(text)
+    assert parsed.kept["eos_token_id"] == [1, 106]
+    assert parsed.kept["pad_token_id"] == 3
+    assert not {"vision_config", "text_config", "torch_dtype"} & parsed.kept.keys()
+    untied = get_bridge("gemma3").parse(outer | {"tie_word_embeddings": False})
+    assert not untied.decoder.tie_word_embeddings
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "an unknown field": ("qwen3", {"mlp_bias": True}, "mlp_bias"),
+    "attention dropout": ("qwen3", {"attention_dropout": 0.1}, "attention_dropout"),
+    "an activation": ("qwen3", {"hidden_act": "relu"}, "hidden_act"),
+    "a wrong type": ("qwen3", {"hidden_size": "80"}, "hidden_size"),
+    "a boolean for a number": ("qwen3", {"num_hidden_layers": True}, "num_hidden_layers"),
+    "no layers": ("qwen3", {"num_hidden_layers": 0}, "num_hidden_layers"),
+    "layer types of another length": ("qwen3", {"layer_types": ["full_attention"]}, "layer_types"),
+    "an unknown layer type": ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types"),
+    "an unknown rope kind": ("qwen3", {"rope_parameters": {"rope_type": "spiral"}}, "rope_parameters.rope_type"),
+    "an unknown rope key": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "twist": 1}},
+        "rope_parameters.twist",
+    ),
+    "a missing rope key": ("qwen3", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor"),
+    "partial rotation": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "rope_parameters.partial_rotary_factor",
+    ),
+    "two thetas": ("qwen3", {"rope_theta": 1.0}, "rope_theta"),
+    "two scalings": ("qwen3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+    "two rope types": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "linear", "type": "yarn", "factor": 2.0}},
+        "rope_parameters.type",
+    ),
+    "rope nested where the class wants it flat": (
+        "qwen3",
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "rope_parameters.full_attention",
+    ),
+    "a dtype": ("qwen3", {"dtype": "int8"}, "dtype"),
+    "quantisation": ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config.quant_method"),
+    "remote code": ("qwen3", {"auto_map": {"AutoModelForCausalLM": "x.py"}}, "auto_map"),
+    "an encoder": ("qwen3", {"is_encoder_decoder": True}, "is_encoder_decoder"),
+    "rope flat where the class wants it nested": (
+        "gemma3_text",
+        {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+        "rope_parameters.rope_type",
+    ),
+    "a scaling that transformers drops": (
+        "gemma3_text",
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 8.0}},
+        "rope_scaling",
+    ),
+    "bidirectional attention": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    "a soft cap that is never applied": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    "layer types of one window": ("qwen3_moe", {"layer_types": ["full_attention"] * 3}, "layer_types"),
+    "a shared expert": ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size"),
+    "no q/k-norm": ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm"),
+    "a step of zero": ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+    "two expert counts": ("qwen3_moe", {"num_experts": 3}, "num_local_experts"),
+    "two top-k": ("gpt_oss", {"experts_per_token": 7}, "experts_per_token"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_implemented_is_refused_by_name(name: str) -> None:
+    model_type, changes, field = REFUSED[name]
+    with pytest.raises(UnsupportedConfig) as caught:
+        parse(tiny(model_type, **changes))
+    assert caught.value.field == field
+    assert caught.value.exit_code == 4
+    assert repr(caught.value.value) in str(caught.value)
+    assert caught.value.remedy
+    assert caught.value.read_from == "config.json"
+
+
+def test_a_null_where_a_number_is_needed_is_refused() -> None:
+    with pytest.raises(UnsupportedConfig) as caught:
+        parse(tiny("qwen3") | {"vocab_size": None})
+    assert caught.value.field == "vocab_size"
+
+
+def test_an_unknown_model_type_lists_the_known_ones() -> None:
+    with pytest.raises(UnsupportedModelType, match="qwen3_moe") as caught:
+        get_bridge("llamantis")
+    assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_no_field_of_the_class_is_unknown_to_the_bridge(model_type: str) -> None:
+    """Everything transformers itself writes is taken or declared inert with a reason."""
+    parsed = get_bridge(model_type).parse(tiny_config(model_type).to_dict())
+    assert all(parsed.inert.values())
+    assert parsed.decoder == parse(tiny(model_type))
+
+
+def test_registered_bridges_are_the_families() -> None:
+    assert set(registered_bridges()) >= set(FAMILIES)
+    assert get_bridge("gemma3") is get_bridge("gemma3_text")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_parsing_leaves_the_json_alone(model_type: str) -> None:
+    json = tiny(model_type)
+    before = copy.deepcopy(json)
+    parse(json)
+    assert json == before
