@@ -30,6 +30,7 @@ example:
 
 EXPORT_EXAMPLES = """\
 examples:
+  bestiary export ./adapter ./merged --merge           a PEFT adapter folded into its base
   bestiary export ./gpt-oss-mxfp4 ./gpt-oss-bf16       MXFP4 experts become their exact bf16 values
   bestiary export ./tuned ./spliced --into ./original  text weights put back into a copy of a multimodal checkpoint"""
 
@@ -57,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     models.set_defaults(run=_run_models)
 
     export = _add_command(commands, "export", "read a checkpoint, write Hugging Face safetensors", EXPORT_EXAMPLES)
-    export.add_argument("source", metavar="SRC", help="checkpoint folder or hub id")
+    export.add_argument("source", metavar="SRC", help="checkpoint folder, PEFT adapter that names its base, or hub id")
     export.add_argument("destination", metavar="DST", help="folder to write")
     export.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
     export.add_argument("--revision", help="branch, tag or commit of a hub id")
@@ -129,7 +130,7 @@ def _run_models(args: argparse.Namespace) -> dict[str, Any]:
     from bestiary.tools.catalogue import list_models
 
     rows = list_models(family=args.family)
-    layout = "{:<10} {:<12} {:<10} {:>15} {:>6} {:>6} {:>7}"
+    layout = "{:<10} {:<12} {:<13} {:>15} {:>6} {:>6} {:>7}"
     _say(args, layout.format("family", "model_type", "size", "parameters", "layers", "hidden", "vocab"))
     for row in rows:
         shape = (row.layers, row.hidden_size, row.vocab_size)
@@ -140,20 +141,15 @@ def _run_models(args: argparse.Namespace) -> dict[str, Any]:
 def _run_export(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from bestiary.bridges import load_decoder, save_decoder
+    from bestiary.models import AutoDecoder
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    model = load_decoder(args.source, dtype=dtype, revision=args.revision)
-    written = save_decoder(
-        model,
-        args.destination,
-        overwrite=args.overwrite,
-        max_shard_size=args.max_shard_size,
-        merge_lora=args.merge,
-        into=args.into,
-    )
-    _say(args, f"{model.decoder_config.model_type} {args.source} -> {written}")
-    return {"model_type": model.decoder_config.model_type, "source": args.source, "destination": str(written)}
+    model = AutoDecoder.from_pretrained(args.source, dtype=dtype, revision=args.revision)
+    options = {"merge": args.merge, "max_shard_size": args.max_shard_size, "into": args.into}
+    written = model.save_pretrained(args.destination, overwrite=args.overwrite, **options)
+    model_type = model.decoder_config.model_type
+    _say(args, f"{model_type} {args.source} -> {written}")
+    return {"model_type": model_type, "source": args.source, "destination": str(written)}
 
 
 if __name__ == "__main__":

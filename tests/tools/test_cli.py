@@ -6,8 +6,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from bestiary.models import LoRAConfig, Qwen3
 from bestiary.tools.cli import main
+
+
+def _tiny_qwen3(**changes: object) -> Qwen3:
+    config = Qwen3.sizes["0.6b"].with_(
+        vocab_size=101, hidden_size=40, intermediate_size=56, num_hidden_layers=2, layer_types=(), **changes
+    )
+    model = Qwen3(config)
+    model.init_weights(0)
+    return model
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -60,3 +72,39 @@ def test_export_of_a_missing_checkpoint_writes_nothing(tmp_path: Path, capsys: p
     assert code == 7
     assert "remedy" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_export_converts_the_dtype_and_keeps_a_full_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The exported values are the source's, rounded; a second run needs --overwrite and changes nothing without it."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    model = _tiny_qwen3()
+    model.save_pretrained(source)
+    argv = ["export", str(source), str(target), "--dtype", "bfloat16"]
+    assert main([*argv, "--json", str(tmp_path / "export.json")]) == 0
+    assert json.loads((tmp_path / "export.json").read_text())["model_type"] == "qwen3"
+    exported = load_file(target / "model.safetensors")
+    assert torch.equal(exported["model.norm.weight"], model.model.norm.weight.detach().bfloat16())
+
+    before = (target / "model.safetensors").read_bytes()
+    assert main(argv) == 7
+    assert "FolderNotEmpty" in capsys.readouterr().err
+    assert (target / "model.safetensors").read_bytes() == before
+    assert main([*argv, "--overwrite"]) == 0
+
+
+def test_export_merges_an_adapter_into_its_base(tmp_path: Path) -> None:
+    """SRC may be a PEFT folder that names its base: merged weights differ from the base where the adapter acts."""
+    base, adapter, merged = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
+    _tiny_qwen3().save_pretrained(base)
+    model = Qwen3.from_pretrained(base, lora=LoRAConfig(r=2, alpha=4.0, targets=("q_proj",)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.fill_(0.5)
+    model.save_pretrained(adapter)
+    assert main(["export", str(adapter), str(merged), "--merge"]) == 0
+    was, now = load_file(base / "model.safetensors"), load_file(merged / "model.safetensors")
+    assert was.keys() == now.keys()
+    assert {name for name in was if not torch.equal(was[name], now[name])} == {
+        f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(2)
+    }

@@ -116,7 +116,7 @@ from bestiary.models import Gemma3, GptOss, Qwen3, Qwen3MoE
 
 for cls in (Qwen3, Gemma3, Qwen3MoE, GptOss):
     config = next(iter(cls.sizes.values()))
-    moe = config.moe and replace(config.moe, num_experts=4, intermediate_size=24)
+    moe = config.moe and replace(config.moe, num_experts=12, intermediate_size=24)
     small = config.with_(
         vocab_size=101, hidden_size=40, intermediate_size=56, num_hidden_layers=2,
         layer_types=config.layer_types[:2], moe=moe, dense_layers=(),
