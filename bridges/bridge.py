@@ -15,7 +15,7 @@ from bestiary.bridges import export, loading, peft_import
 from bestiary.bridges.fields import HFFields
 from bestiary.bridges.pieces import Shape
 from bestiary.bridges.plan import PLAIN, Naming, Plan, plan_export, plan_import
-from bestiary.bridges.rules import Ignore, Rule, RuleSet
+from bestiary.bridges.rules import Hub, Ignore, Rule, RuleSet
 from bestiary.bridges.storage import TensorInfo
 from bestiary.models.config import DecoderConfig
 
@@ -125,6 +125,11 @@ class Bridge:
     def plan_export(self, config: DecoderConfig) -> Plan:
         """Which tensors an export writes, and from what; see `bestiary.bridges.plan.plan_export`."""
         return plan_export(self.rule_set, self.parameters(config))
+
+    def lies_as_in_hf(self, parameter: str) -> bool:
+        """Whether transformers' modules hold `parameter` in our layout: what adapts the one fits the other."""
+        rule, _ = self.rule_set.rule(parameter)
+        return rule is not None and any(isinstance(e, Hub) and not e.packed for e in rule.layouts.values())
 
     # What the model classes reach through the entry point; each is documented where it is implemented.
 

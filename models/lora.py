@@ -89,17 +89,25 @@ class Adaptable(ABC):
     def drop_adapters(self) -> None:
         """Forget the adapters, leaving the weights as they are."""
 
+    def wrapping_obstacle(self) -> str | None:
+        """Why PEFT must not wrap this layer; None if it may."""
+        if any(site.adapter is not None for site in self.sites("")):
+            return "it has an adapter of its own (DecoderConfig.lora), and two on one layer would both train"
+        return None
+
     @property
     def base_layer(self) -> Any:
         """Absent, as in any layer that wraps nothing; PEFT asks for it when it is about to wrap this one.
 
         Raises:
-            InvalidConfig: the layer has an adapter of its own.
+            InvalidConfig: PEFT must not; see `wrapping_obstacle`.
         """
-        if any(site.adapter is not None for site in self.sites("")):
+        obstacle = self.wrapping_obstacle()
+        if obstacle is not None:
             raise InvalidConfig(
-                "PEFT wraps a layer that has its own adapter (DecoderConfig.lora); two on one layer would both train.",
-                remedy="build the model without `lora`, or call merge_lora() first, or let PEFT target other layers",
+                f"PEFT is about to wrap {type(self).__name__}: {obstacle}.",
+                remedy="give all adapters to the model itself (`lora` in its config), or let PEFT target other layers; "
+                "merge_lora() folds in what is there",
             )
         raise AttributeError("base_layer")
 

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from bestiary.kernels.experts import ExpertLinear, experts_mlp
 from bestiary.kernels.precision import at_least_fp32
 from bestiary.models.config import DecoderConfig, LoRAConfig, MoE, RouterKind
-from bestiary.models.errors import InvalidConfig
+from bestiary.models.errors import InvalidConfig, MissingBridge
 from bestiary.models.layers.linear import Linear
 from bestiary.models.layers.mlp import MLP
 from bestiary.models.lora import ADAPTER_LEAVES, Adaptable, LowRank, Site, adapter, new_adapter
+from bestiary.models.protocol import bridge_of
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 
@@ -98,6 +99,7 @@ class Experts(Adaptable, nn.Module):
 
     def __init__(self, config: DecoderConfig, moe: MoE, name: str) -> None:
         super().__init__()
+        self.name, self.model_type = name, config.model_type
         self.activation = config.activation
         self.clamp = None if moe.clamp is None else (moe.clamp.alpha, moe.clamp.limit)
         count, hidden, width = moe.num_experts, config.hidden_size, moe.intermediate_size
@@ -120,6 +122,16 @@ class Experts(Adaptable, nn.Module):
                 low_rank = LowRank(lora_A, lora_B, lora)
             full = f"{name}.{projection}"
             yield Site(full, full, getattr(self, projection), low_rank)
+
+    def wrapping_obstacle(self) -> str | None:
+        """Besides an adapter of its own: a layout that is not the one PEFT's files assume."""
+        try:
+            bridge = bridge_of(self.model_type)
+        except MissingBridge:
+            return super().wrapping_obstacle()  # a family that never meets Hugging Face
+        if not all(bridge.lies_as_in_hf(f"{self.name}.{projection}") for projection in PROJECTIONS):
+            return "its weights lie otherwise than in Hugging Face's model, which its files would be loaded onto"
+        return super().wrapping_obstacle()
 
     def drop_adapters(self) -> None:
         """Be plain experts again."""
