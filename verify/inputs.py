@@ -37,6 +37,10 @@ class Inputs:
             digest.update(value.contiguous().numpy().tobytes())
         return digest.hexdigest()
 
+    def without_labels(self) -> Inputs:
+        """The same without labels."""
+        return replace(self, labels=None)
+
     def with_labels(self) -> Inputs:
         """The same with labels equal to the tokens; padding and a few positions in between are ignored (−100)."""
         labels = self.input_ids.clone()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from bestiary.verify.inputs import Inputs
 from bestiary.verify.trace import Trace, traced
-from bestiary.verify.weights import perturb
+from bestiary.verify.weights import Store, perturb
 
 T = TypeVar("T")
 
@@ -61,15 +61,18 @@ def promoted() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Transformers' warnings off: tiny configs break its rules of thumb on purpose."""
+    """Transformers' warnings and progress bars off: tiny configs break its rules of thumb on purpose."""
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def reference_class(reference: str) -> Any:
@@ -110,6 +113,7 @@ class Reference:
         seed: of the weights.
         dtype: float64 (promoted) or float32 (plain).
         mutate: planted change of the model, applied after the weights are set.
+        store: weights shared with other references.
 
     Attributes:
         model: the module.   config: its config object.
@@ -123,11 +127,12 @@ class Reference:
         *,
         dtype: torch.dtype = torch.float64,
         mutate: Callable[[nn.Module], None] | None = None,
+        store: Store | None = None,
     ) -> None:
         self.dtype = dtype
         self.model = build(reference, raw, dtype)
         self.config = self.model.config
-        perturb(self.model, seed)
+        perturb(self.model, seed, store if mutate is None else None)
         if mutate is not None:
             mutate(self.model)
         self._memo: dict[tuple[str, str], Any] = {}
@@ -185,13 +190,14 @@ class Reference:
         return logits
 
     def trace(self, inputs: Inputs) -> Trace:
-        """Inputs and outputs of every module in one forward."""
+        """Inputs and outputs of every module in one forward without labels."""
+        plain = inputs.without_labels()
 
         def answer() -> Trace:
             with self.running() as model, torch.no_grad():
-                return traced(model, lambda: model(**inputs.kwargs(), use_cache=False))
+                return traced(model, lambda: model(**plain.kwargs(), use_cache=False))
 
-        return self._once("trace", inputs, answer)
+        return self._once("trace", plain, answer)
 
     def gradients(self, inputs: Inputs) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
         """Output with labels and the gradient of its loss for every parameter and for "inputs_embeds".
@@ -228,6 +234,15 @@ class ReferencePool:
 
     def __init__(self) -> None:
         self._built: dict[str, Reference] = {}
+        self._remembered: dict[Hashable, Any] = {}
+        self._weights: Store = {}
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        """`make()` at first use of `key`: findings about references that later runs need again."""
+        if key not in self._remembered:
+            self._remembered[key] = make()
+        made: T = self._remembered[key]
+        return made
 
     def get(
         self,
@@ -241,5 +256,5 @@ class ReferencePool:
         """The reference of this config and seed, built at first use."""
         key = json.dumps([reference, raw, seed, str(dtype)], sort_keys=True)
         if key not in self._built:
-            self._built[key] = Reference(reference, raw, seed, dtype=dtype, mutate=mutate)
+            self._built[key] = Reference(reference, raw, seed, dtype=dtype, mutate=mutate, store=self._weights)
         return self._built[key]

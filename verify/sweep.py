@@ -7,6 +7,7 @@ derived ones); running the reference can.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from bestiary.verify import gates
 from bestiary.verify.inputs import Inputs
 from bestiary.verify.measure import max_over_std
-from bestiary.verify.reference import Reference, ReferencePool, hf_config
+from bestiary.verify.reference import Reference, ReferencePool, hf_config, reference_class
 from bestiary.verify.tiny import FULL, ORIGINAL_CONTEXT, ROPE, SLIDING, WINDOW, Raw, rope_layer_types, scaling
 
 
@@ -97,6 +98,8 @@ UNLISTED: Mapping[str, Sequence[Any]] = {
     "per_layer_config": ({"0": {"rms_norm_eps": 0.5}},),
 }
 
+EVERYWHERE = frozenset({"torch_dtype", "per_layer_config"})  # read by the base class
+
 # RoPE keys by type: values that differ from `tiny.ROPE`.
 ROPE_ALTERNATIVES: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "default": ({"partial_rotary_factor": 0.5},),
@@ -171,6 +174,8 @@ def _rope_variants(reference: str, raw: Raw) -> Iterator[Variant]:
         )
         for rope_type in ROPE:
             base = {**scaling(rope_type, head_dim), "rope_theta": own["rope_theta"]}
+            if part:  # transformers 5 looks for it beside the layer types, so inside one it is dead
+                base.pop("truncate", None)
             if base != own:
                 yield Variant(f"{prefix}.rope_type", rope_type, changed(base), raw)
             for change in ROPE_ALTERNATIVES[rope_type]:
@@ -186,10 +191,9 @@ def _legacy_variants(reference: str, raw: Raw) -> Iterator[Variant]:
     """RoPE in the spelling of transformers 4: `rope_theta`, `rope_scaling`, `rope_local_base_freq` at the top."""
     plain = {key: value for key, value in raw.items() if key != "rope_parameters"}
     yield Variant("rope_theta", 777.0, {**plain, "rope_theta": 777.0}, plain)
-    legacy = {"rope_type": "linear", "factor": 3.0}
-    yield Variant("rope_scaling", legacy, {**plain, "rope_theta": 777.0, "rope_scaling": legacy}, plain)
-    older = {"type": "linear", "factor": 3.0}
-    yield Variant("rope_scaling", older, {**plain, "rope_theta": 777.0, "rope_scaling": older}, plain)
+    theta = {**plain, "rope_theta": 777.0}
+    for scaled in ({"rope_type": "linear", "factor": 3.0}, {"type": "linear", "factor": 3.0}):
+        yield Variant("rope_scaling", scaled, {**theta, "rope_scaling": scaled}, theta)
     if rope_layer_types(reference):
         yield Variant("rope_local_base_freq", 99.0, {**plain, "rope_local_base_freq": 99.0}, plain)
     attributes = hf_config(reference, raw).attribute_map
@@ -204,13 +208,17 @@ def variants(reference: str, raw: Raw) -> list[Variant]:
     """Every variant of `raw`: one for each field and alternative value, nested RoPE parameters and old spellings."""
     listed = hf_config(reference, raw).to_dict()
     found = []
+    attributes = hf_config(reference, raw).attribute_map
     for name, current in listed.items():
         if name in ("model_type", "rope_parameters"):
             continue
+        spelled = next((alias for alias, target in attributes.items() if target == name and alias in raw), name)
         for value in _alternatives(name, current, raw["num_hidden_layers"]):
-            found.append(Variant(name, value, {**raw, name: value}, raw))
+            found.append(Variant(spelled, value, {**raw, spelled: value}, raw))
+    source = inspect.getsource(reference_class(reference).config_class)
     for name, values in UNLISTED.items():
-        found += [Variant(name, value, {**raw, name: value}, raw) for value in values]
+        if name in EVERYWHERE or f'"{name}"' in source:
+            found += [Variant(name, value, {**raw, name: value}, raw) for value in values]
     return [*found, *_rope_variants(reference, raw), *_legacy_variants(reference, raw)]
 
 
@@ -234,7 +242,10 @@ def must_refuse(reference: str, raw: Raw) -> list[Variant]:
         Variant("rope_parameters.rope_type", "spiral", with_rope(rope_type="spiral"), raw),
         Variant(activation, "frobnicate", {**raw, activation: "frobnicate"}, raw),
         Variant(
-            "layer_types", "chunked_attention", {**raw, "layer_types": [FULL] * (layers - 1) + ["chunked_attention"]}, raw
+            "layer_types",
+            "chunked_attention",
+            {**raw, "layer_types": [FULL] * (layers - 1) + ["chunked_attention"]},
+            raw,
         ),
     ]
 

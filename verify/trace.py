@@ -55,7 +55,7 @@ def _copies(value: Any) -> tuple[Tensor, ...]:
 
 
 def traced(model: nn.Module, call: Callable[[], Any]) -> Trace:
-    """Runs `call` with hooks on every named submodule of `model` and returns what passed through them."""
+    """Runs `call` with hooks on `model` (named "") and every submodule, and returns what passed through them."""
     trace = Trace()
 
     def hooks(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -71,8 +71,6 @@ def traced(model: nn.Module, call: Callable[[], Any]) -> Trace:
 
     handles = []
     for name, module in model.named_modules():
-        if not name:
-            continue
         before, after = hooks(name)
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(after, with_kwargs=True))

@@ -1,7 +1,7 @@
 """The verdict: what a run found, as data with invariants that no caller can break.
 
-`passed + failed + skipped + refused == planned` holds for every level, a skip is never a pass, and the exit code follows
-from the levels. The JSON schema of `Report` is committed beside this file; `write_schema` renews it.
+`passed + failed + skipped + refused == planned` holds for every level, a skip is never a pass, and the exit code
+follows from the levels. The JSON schema of `Report` is committed beside this file; `write_schema` renews it.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ class Verdict(_Strict):
     hypotheses: list[Hypothesis] = Field(default_factory=list)
     keys: Keys = Field(default_factory=Keys)
     config: list[FieldFinding] = Field(default_factory=list)
-    activity: Activity = Field(default_factory=Activity)
+    activity: dict[str, Activity] = Field(default_factory=dict)
+    weak: list[str] = Field(default_factory=list)
     repro: str | None = None
     error: str | None = None
 
@@ -201,8 +202,8 @@ class Verdict(_Strict):
         if self.exit_code == Exit.PASS:
             if not self.levels or any(level.status != "ok" for level in self.levels):
                 raise ValueError("a verdict passes only if it has levels and each of them is ok")
-            if self.error or self.activity.dead_params or not self.activity.deterministic:
-                raise ValueError("a verdict with an error or a dead parameter cannot pass")
+            if self.error or self.weak:
+                raise ValueError("a verdict with an error or a weak test cannot pass")
         return self
 
 

@@ -6,6 +6,7 @@ Hugging Face's initial weights hide bugs: norms are one, biases zero, the residu
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,23 +29,37 @@ def _value(name: str, current: Tensor, owner: nn.Module, seed: int) -> Tensor:
         return 0.3 * noise
     if current.ndim < 2:
         return noise  # sinks and other per-head scalars
-    if isinstance(owner, nn.Embedding):
-        return noise  # large beside the branches, so that tokens keep apart and every expert gets some
+    if isinstance(owner, nn.Embedding):  # large beside the branches: tokens keep apart, every expert gets some
+        return noise
     fan_in = current.shape[1] if current.ndim == 2 else min(current.shape[-2:])
     return noise * fan_in**-0.5
 
 
-@torch.no_grad()
-def perturb(model: nn.Module, seed: int) -> None:
-    """Overwrites every parameter and persistent buffer of a Hugging Face model in place.
+Store = dict[tuple[Any, ...], Tensor]
 
-    Matrices N(0, 1 / fan_in), embeddings N(0, 1), norms 1 + 0.3 N (0.3 N where the model adds the one), biases 0.3 N, sinks N(0, 1).
+
+@torch.no_grad()
+def perturb(model: nn.Module, seed: int, store: Store | None = None) -> None:
+    """Gives every parameter and persistent buffer of a Hugging Face model new values.
+
+    Matrices N(0, 1 / fan_in), embeddings N(0, 1), norms 1 + 0.3 N (0.3 N where the model adds the one), biases 0.3 N,
+    sinks N(0, 1).
+
+    Args:
+        store: values made before, by name and shape; models built with the same one share memory, and nobody may
+            write into their weights.
     """
     persistent = set(model.state_dict())
     tensors = [*model.named_parameters(), *(item for item in model.named_buffers() if item[0] in persistent)]
     for name, tensor in tensors:
         owner = model.get_submodule(name.rpartition(".")[0])
-        tensor.copy_(_value(name, tensor, owner, seed))
+        key = (seed, name, tensor.shape, tensor.dtype, type(owner).__name__)
+        made = None if store is None else store.get(key)
+        if made is None:
+            made = _value(name, tensor, owner, seed).to(tensor.dtype)
+            if store is not None:
+                store[key] = made
+        tensor.data = made
 
 
 @torch.no_grad()

@@ -1,0 +1,228 @@
+"""The `verify-bridge` command. Heavy imports wait until a run starts, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from bestiary.verify.verdict import Verdict
+
+USAGE_ERROR = 7
+
+DESCRIPTION = """\
+Does our implementation, with its bridge, equal the Hugging Face class of the installed transformers:
+on every config field, input shape and gradient that can matter? If not, where and why?
+
+A family is verified on tiny random configs derived from its Hugging Face config; nothing is downloaded.
+A checkpoint folder is verified on its own weights: keys, round trip, and logits in float32."""
+
+EPILOG = """\
+levels:
+  V0 keys  V1 round trip  V2 semantics  V3 config  V4 gradients  V5 inputs  V6 fp32;  V8 for a checkpoint
+
+examples:
+  verify-bridge qwen3                                   one family
+  verify-bridge qwen3 gemma3 --json out.json            several, with the verdict for a program
+  verify-bridge --all --json -                          every registered bridge
+  verify-bridge qwen3 --level V0..V2 --only layer0      the inner loop of a port
+  verify-bridge ./checkpoint --text README.md           a checkpoint, on a text of yours
+  verify-bridge self-test                               plant bugs and see that each is found
+  verify-bridge self-test gpt_oss --catalogue my_bugs   with bugs of a module of yours
+
+exit codes (of several findings the first of 7, 6, 2, 3, 1, 5, 4, 0):
+  0 pass   1 numeric   2 keys, shapes, round trip   3 config field ignored   4 refused as unsupported
+  5 inconclusive   6 tampering   7 usage or environment"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with the verifier's exit code for wrong usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(USAGE_ERROR, f"{self.prog}: error: {message}\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `verify-bridge TARGET…`."""
+    parser = _Parser(
+        prog="verify-bridge",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help="model_type of a family, or a checkpoint folder")
+    parser.add_argument("--all", action="store_true", help="every registered bridge, our forward also isolated")
+    parser.add_argument("--level", metavar="V0..V2", help="levels to run: V2, V0..V2, V0,V4; default: all")
+    parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="layerN, or a glob of check ids")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and inputs; default: 0")
+    parser.add_argument("--keep-going", action="store_true", help="run later levels after one failed")
+    parser.add_argument(
+        "--tighten", action="append", default=[], metavar="LEVEL=VALUE", help="a stricter gate, e.g. V2=1e-12"
+    )
+    parser.add_argument("--config", metavar="FILE", help="verify on this config.json in place of the tiny ones")
+    parser.add_argument("--isolate", action="store_true", help="run our forward where transformers' models are blocked")
+    parser.add_argument("--text", metavar="FILE", help="checkpoint: text to compare on, by the folder's tokenizer")
+    parser.add_argument("--tokens", metavar="FILE", help="checkpoint: JSON list of token ids to compare on")
+    parser.add_argument("--json", metavar="FILE", help="write the verdict (- for stdout)")
+    parser.add_argument("--quiet", action="store_true", help="no progress lines on stderr")
+    return parser
+
+
+def build_self_test_parser() -> argparse.ArgumentParser:
+    """The parser of `verify-bridge self-test`."""
+    parser = _Parser(
+        prog="verify-bridge self-test",
+        description="Plants every bug of the catalogue, and benign rewrites, and reports what the verifier finds.",
+    )
+    parser.add_argument("targets", nargs="*", metavar="FAMILY", help="model_type; default: every registered bridge")
+    parser.add_argument("--all", action="store_true", help="every registered bridge")
+    parser.add_argument("--catalogue", action="append", default=[], metavar="MODULE", help="a module with more bugs")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and inputs; default: 0")
+    parser.add_argument("--json", metavar="FILE", help="write the result (- for stdout)")
+    parser.add_argument("--quiet", action="store_true", help="no progress lines on stderr")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["self-test"]:
+        return _guarded(_self_test, build_self_test_parser().parse_args(arguments[1:]))
+    parser = build_parser()
+    args = parser.parse_args(arguments)
+    if not args.targets and not args.all:
+        parser.error("name a family or a checkpoint folder, or pass --all")
+    return _guarded(_verify, args)
+
+
+def _guarded(command: Any, args: argparse.Namespace) -> int:
+    """A command whose typed errors become one message and their exit code."""
+    from bestiary.kernels.errors import BestiaryError
+
+    try:
+        code: int = command(args)
+    except BestiaryError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return code
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from bestiary.verify.report import text
+    from bestiary.verify.verdict import report
+
+    verdicts = _verdicts(args)
+    result = report(verdicts)
+    if args.json:
+        _write(args.json, result.to_json())
+    if args.json != "-":
+        print(text(result))
+    return int(result.exit_code)
+
+
+def _verdicts(args: argparse.Namespace) -> list[Verdict]:
+    from bestiary.bridges import registered_bridges
+    from bestiary.verify.gates import Gates
+    from bestiary.verify.run import run
+
+    gates = Gates().tightened(args.tighten)
+    targets = list(registered_bridges()) if args.all else args.targets
+    progress = None if args.quiet else _progress
+    found = []
+    for target in targets:
+        if _is_checkpoint(target):
+            from bestiary.verify.checkpoint import run_checkpoint
+
+            found.append(
+                run_checkpoint(
+                    Path(target), seed=args.seed, gates=gates, token_ids=_token_ids(args, target), progress=progress
+                )
+            )
+            continue
+        found.append(
+            run(
+                target,
+                args.level,
+                args.seed,
+                only=[pattern for text in args.only for pattern in text.split(";")],
+                gates=gates,
+                keep_going=args.keep_going,
+                isolate=args.all or args.isolate,
+                cases=_cases(args.config),
+                progress=progress,
+            )
+        )
+    _progress("")
+    return found
+
+
+def _is_checkpoint(target: str) -> bool:
+    """Whether a target is a folder rather than a model_type."""
+    return "/" in target or "\\" in target or Path(target).is_dir()
+
+
+def _cases(file: str | None) -> dict[str, dict[str, Any]] | None:
+    """One case from a config.json, None without."""
+    if file is None:
+        return None
+    from bestiary.bridges.storage import read_json
+
+    return {Path(file).stem: read_json(Path(file))}
+
+
+def _token_ids(args: argparse.Namespace, folder: str) -> list[int] | None:
+    """Token ids from `--tokens` or `--text`; None: the checkpoint run draws its own."""
+    from bestiary.verify.run import BadUsage
+
+    if args.tokens:
+        import json
+
+        ids = json.loads(Path(args.tokens).read_text(encoding="utf-8"))
+        if not isinstance(ids, list) or not all(isinstance(item, int) for item in ids):
+            raise BadUsage(f"{args.tokens} is no JSON list of integers.", remedy="write [1, 2, 3, …]")
+        return ids
+    if args.text:
+        from transformers import AutoTokenizer
+
+        text = Path(args.text).read_text(encoding="utf-8")
+        return list(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])
+    return None
+
+
+def _self_test(args: argparse.Namespace) -> int:
+    from bestiary.bridges import registered_bridges
+    from bestiary.verify.self_test import self_test
+
+    families = args.targets if args.targets and not args.all else list(registered_bridges())
+    result = self_test(families, catalogues=args.catalogue, seed=args.seed, progress=None if args.quiet else _progress)
+    _progress("")
+    if args.json:
+        _write(args.json, result.to_json())
+    if args.json != "-":
+        print(result.text())
+    return int(result.exit_code)
+
+
+def _write(destination: str, text: str) -> None:
+    if destination == "-":
+        print(text)
+    else:
+        Path(destination).write_text(text + "\n", encoding="utf-8")
+
+
+def _progress(line: str) -> None:
+    """One line on stderr that the next one overwrites; nothing where stderr is no terminal."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{line}")
+        sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

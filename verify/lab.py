@@ -1,0 +1,162 @@
+"""The bench of one run: a family, its tiny configs, both sides built at most once, and what has been computed."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from bestiary.bridges import TensorInfo
+from bestiary.models import Decoder, DecoderConfig
+from bestiary.verify.gates import Gates
+from bestiary.verify.inputs import Inputs, tokens
+from bestiary.verify.reference import Reference, ReferencePool, hf_config, reference_class
+from bestiary.verify.side import OurSide, TheirSide
+from bestiary.verify.tiny import LENGTH, Raw
+from bestiary.verify.verdict import FieldFinding, Keys
+
+T = TypeVar("T")
+
+BATCH = 3
+
+
+@dataclass
+class Lab:
+    """Everything that the levels of one run share.
+
+    Attributes:
+        family: name of the run.   reference: "transformers:ClassName".
+        cases: config.json content by tiny config name.
+        ours, theirs: the two sides, mutations registered.
+        seed: of weights and inputs.
+        gates: thresholds of this run.
+        pool: built references; shared between runs where nothing of Hugging Face is mutated.
+        isolate: whether our forward also runs in a process without transformers' modelling files.
+        keys, config: what V0 and V3 found, for the verdict.
+    """
+
+    family: str
+    reference: str
+    cases: Mapping[str, Raw]
+    ours: OurSide
+    theirs: TheirSide
+    seed: int
+    gates: Gates
+    pool: ReferencePool
+    isolate: bool = False
+    keys: Keys = field(default_factory=Keys)
+    config: list[FieldFinding] = field(default_factory=list)
+    _memo: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    _folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """`make()` at first use; an exception is raised again at every later use."""
+        if key not in self._memo:
+            try:
+                self._memo[key] = (make(), None)
+            except Exception as error:
+                self._memo[key] = (None, error)
+                raise
+        value, error = self._memo[key]
+        if error is not None:
+            raise error
+        made: T = value
+        return made
+
+    def folder(self, *parts: str) -> Path:
+        """A path for files of this run; its parent exists, everything goes when the lab closes."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="verify-bridge-")
+        path = Path(self._folder.name, *parts)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def close(self) -> None:
+        """Removes the run's files."""
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    # ---------------------------------------------------------------- the two sides
+
+    @property
+    def hf_class(self) -> Any:
+        """The reference class."""
+        return reference_class(self.reference)
+
+    def reference_of(self, raw: Raw, *, seed: int | None = None, dtype: torch.dtype = torch.float64) -> Reference:
+        """Hugging Face's model of a config with perturbed weights."""
+        return self.pool.get(
+            self.reference,
+            self.theirs.changed(raw),
+            self.seed if seed is None else seed,
+            dtype=dtype,
+            mutate=self.theirs.finish if self.theirs.mutated else None,
+        )
+
+    def hf(self, case: str) -> Reference:
+        """The float64 reference of a tiny config."""
+        return self.reference_of(self.cases[case])
+
+    def state(self, raw: Raw, *, seed: int | None = None) -> dict[str, Tensor]:
+        """Weights of a config, as Hugging Face holds them."""
+        return self.reference_of(raw, seed=seed).state()
+
+    def model(self, case: str) -> Decoder:
+        """Our float64 model of a tiny config with the reference's weights, in eval mode."""
+        return self.once(
+            ("model", case), lambda: self.ours.build(self.cases[case], self.hf(case).state(), torch.float64)
+        )
+
+    def decoder_config(self, case: str) -> DecoderConfig:
+        """The architecture our bridge reads."""
+        return self.once(("config", case), lambda: self.ours.decoder_config(self.cases[case]))
+
+    def infos(self, case: str) -> dict[str, TensorInfo]:
+        """Names, shapes and dtypes of the reference's state dict."""
+        return {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in self.hf(case).state().items()}
+
+    # ---------------------------------------------------------------- inputs
+
+    def avoided_tokens(self, raw: Raw) -> list[int]:
+        """The pad id: Hugging Face's embedding drops its gradient, ours has no such row."""
+        pad = hf_config(self.reference, raw).pad_token_id
+        return [] if pad is None else [pad]
+
+    def inputs(self, raw: Raw, *, batch: int = BATCH, length: int = LENGTH, salt: int = 0) -> Inputs:
+        """Random tokens for a config."""
+        vocab = raw["vocab_size"]
+        return Inputs(tokens(vocab, batch, length, 1000 * self.seed + salt, avoid=self.avoided_tokens(raw)))
+
+    def probe(self, case: str) -> Inputs:
+        """The main input of a tiny config: three rows beyond four windows, with labels."""
+        return self.once(("probe", case), lambda: self.inputs(self.cases[case]).with_labels())
+
+    # ---------------------------------------------------------------- structure
+
+    def layer_types(self, case: str) -> list[str]:
+        """Hugging Face's layer types, or one name for all."""
+        config = self.hf(case).config.to_dict()
+        return list(config.get("layer_types") or ["all"] * config["num_hidden_layers"])
+
+    def dense_layers(self, case: str) -> set[int]:
+        """Layers of the reference without experts, in a model that has some."""
+        names = self.hf(case).state()
+        routed = {int(name.split(".")[2]) for name in names if ".mlp.experts." in name}
+        return set(range(len(self.layer_types(case)))) - routed if routed else set()
+
+    def config_json(self) -> str:
+        """All tiny configs as canonical JSON, for the verdict's hash."""
+        return json.dumps(dict(self.cases), sort_keys=True)
+
+
+def count_layers(lab: Lab, case: str) -> int:
+    """Layers of a tiny config."""
+    layers: int = lab.cases[case]["num_hidden_layers"]
+    return layers

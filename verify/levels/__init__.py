@@ -1,0 +1,48 @@
+"""The levels of the verifier, one file each; `REGISTRY` lists them in the order they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from bestiary.verify.verdict import Exit
+
+if TYPE_CHECKING:
+    from bestiary.verify.checks import Check
+    from bestiary.verify.lab import Lab
+
+
+@dataclass(frozen=True)
+class LevelSpec:
+    """One level.
+
+    Attributes:
+        id, title: as in VERIFY.
+        module: its file under `levels/`, with a function `plan(lab) -> list[Check]`.
+        on_error: exit code of an exception in the code under test.
+        refusals_are_answers: whether a typed refusal of a check leaves the level ok.
+    """
+
+    id: str
+    title: str
+    module: str
+    on_error: Exit = Exit.NUMERIC
+    refusals_are_answers: bool = False
+
+    def plan(self, lab: Lab) -> list[Check]:
+        """The checks of this level, planned without running our side."""
+        plan: Callable[[Lab], list[Check]] = import_module(f"bestiary.verify.levels.{self.module}").plan
+        return plan(lab)
+
+
+REGISTRY: tuple[LevelSpec, ...] = (
+    LevelSpec("V0", "keys", "v0_keys", on_error=Exit.KEYS),
+    LevelSpec("V1", "round trip", "v1_round_trip", on_error=Exit.KEYS),
+    LevelSpec("V2", "semantics", "v2_semantics"),
+    LevelSpec("V3", "config", "v3_config", on_error=Exit.CONFIG, refusals_are_answers=True),
+    LevelSpec("V4", "gradients", "v4_gradients"),
+    LevelSpec("V5", "inputs", "v5_inputs"),
+    LevelSpec("V6", "fp32", "v6_fp32"),
+)

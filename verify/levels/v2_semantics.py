@@ -1,0 +1,153 @@
+"""V2, semantics: the same function, at every position of every aligned module, in true float64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from bestiary.models import Decoder
+from bestiary.verify.checks import Check, Outcome, Replay, failed, holds, judged, passed
+from bestiary.verify.delegation import delegates, isolated_logits
+from bestiary.verify.lab import Lab, count_layers
+from bestiary.verify.localise import ModuleMap, Pair, layer_of, pairs, trace_ours
+from bestiary.verify.measure import max_over_std
+from bestiary.verify.reference import quiet
+from bestiary.verify.verdict import Exit
+
+SECOND_SEED = 1
+CONTROL = 1e-6
+"""Change of our logits that a changed weight must cause at least, else the comparison compares nothing."""
+
+
+def _logits(lab: Lab, case: str) -> Tensor:
+    def run() -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = lab.model(case)(**lab.probe(case).kwargs(), return_logits=True)["logits"]
+        return logits
+
+    return lab.once(("logits", case), run)
+
+
+def _compare_logits(lab: Lab, case: str) -> Outcome:
+    inputs = lab.probe(case)
+    figure = max_over_std(_logits(lab, case), lab.hf(case).logits(inputs))
+    return judged(figure, lab.gates["V2"], replay=Replay(case, inputs))
+
+
+def _compare_loss(lab: Lab, case: str) -> Outcome:
+    inputs = lab.probe(case)
+    with torch.no_grad():
+        ours = lab.model(case)(**inputs.kwargs())["loss"]
+    theirs = lab.hf(case).output(inputs)["loss"]
+    return judged(float((ours - theirs).abs() / theirs.abs()), lab.gates["V2"], replay=Replay(case, inputs))
+
+
+def _second_seed(lab: Lab, case: str) -> Outcome:
+    raw = lab.cases[case]
+    reference = lab.reference_of(raw, seed=lab.seed + SECOND_SEED)
+    inputs = lab.inputs(raw, batch=1, salt=SECOND_SEED)
+    model = lab.ours.build(raw, reference.state(), torch.float64)
+    with torch.no_grad():
+        ours = model(**inputs.kwargs())["logits"]
+    return judged(max_over_std(ours, reference.logits(inputs)), lab.gates["V2"], replay=Replay(case, lab.probe(case)))
+
+
+def _control(lab: Lab, case: str) -> Outcome:
+    """One changed weight must show: a comparison of something with itself would not notice."""
+    model: Decoder = lab.ours.build(lab.cases[case], lab.hf(case).state(), torch.float64)
+    with torch.no_grad():
+        model.get_submodule("model.layers.0.self_attn.v_proj").get_parameter("weight")[0, 0] += 0.1
+        changed = model(**lab.probe(case).kwargs(), return_logits=True)["logits"]
+    moved = max_over_std(changed, _logits(lab, case))
+    return holds(moved > CONTROL, Exit.INCONCLUSIVE, f"a changed weight moves our logits by {moved:.1e} only")
+
+
+def _pairs(lab: Lab, case: str) -> list[Pair]:
+    """Every tensor that passes through modules that both sides have."""
+
+    def collect() -> list[Pair]:
+        inputs = lab.probe(case)
+        batch, length = inputs.input_ids.shape
+        names = ModuleMap(lab.ours.current.module_map)
+        return list(pairs(trace_ours(lab.model(case), inputs), lab.hf(case).trace(inputs), names, batch, length))
+
+    return lab.once(("pairs", case), collect)
+
+
+def _compare_modules(lab: Lab, case: str, layer: int | None) -> Outcome:
+    found = [pair for pair in _pairs(lab, case) if pair.event.side == "out" and layer_of(pair.event.module) == layer]
+    if not found:
+        return failed(Exit.KEYS, "no module of ours corresponds to one of Hugging Face's")
+    worst = max(found, key=lambda pair: pair.figure)
+    return judged(worst.figure, lab.gates["V2"], detail=worst.event.module, replay=Replay(case, lab.probe(case)))
+
+
+def _aligned(lab: Lab, case: str) -> Outcome:
+    """Every module of ours with parameters has a counterpart whose output was compared."""
+    seen = {pair.event.module for pair in _pairs(lab, case) if pair.event.side == "out"}
+    own = [
+        name
+        for name, module in lab.model(case).named_modules()
+        if name and not isinstance(module, nn.ModuleList) and list(module.parameters())
+    ]
+    missing = [name for name in own if name not in seen]
+    return holds(not missing, Exit.KEYS, f"{len(missing)} modules have no counterpart, first {missing[:1]}")
+
+
+def _no_delegation(lab: Lab, case: str) -> Outcome:
+    with torch.no_grad():
+        found = delegates(lab.model(case), lab.probe(case))
+    return holds(not found, Exit.TAMPERING, f"our forward runs {found[:2]} of transformers")
+
+
+def _isolated(lab: Lab, case: str) -> Outcome:
+    """Our logits from a process that cannot import transformers' modelling files."""
+
+    def ask() -> dict[str, Tensor]:
+        folder = lab.folder("isolated")
+        questions = {}
+        for name in lab.cases:
+            with quiet():
+                lab.hf(name).model.save_pretrained(folder / name)  # type: ignore[operator]
+            questions[name] = {"input_ids": lab.probe(name).input_ids}
+        return isolated_logits(folder, questions)
+
+    inputs = lab.probe(case)
+    figure = max_over_std(lab.once(("isolated",), ask)[case], lab.hf(case).logits(inputs))
+    return judged(figure, lab.gates["V2"])
+
+
+def _finite(lab: Lab, case: str) -> Outcome:
+    return (
+        passed()
+        if bool(torch.isfinite(_logits(lab, case)).all())
+        else failed(Exit.NUMERIC, "our logits are not finite")
+    )
+
+
+def plan(lab: Lab) -> list[Check]:
+    """For each config: logits, loss, the modules of each layer, and that the comparison can fail at all."""
+    checks = []
+    for case in lab.cases:
+        checks += [
+            Check(f"{case}/finite", partial(_finite, lab, case)),
+            Check(f"{case}/aligned", partial(_aligned, lab, case)),
+            Check(f"{case}/embedding and norm", partial(_compare_modules, lab, case, None)),
+            *(
+                Check(f"{case}/layer{index}", partial(_compare_modules, lab, case, index), index)
+                for index in range(count_layers(lab, case))
+            ),
+            Check(f"{case}/logits", partial(_compare_logits, lab, case)),
+            Check(f"{case}/loss", partial(_compare_loss, lab, case)),
+            Check(f"{case}/second seed", partial(_second_seed, lab, case)),
+        ]
+        if lab.isolate:
+            checks.append(Check(f"{case}/isolated", partial(_isolated, lab, case)))
+    first = next(iter(lab.cases))
+    checks += [
+        Check(f"{first}/control", partial(_control, lab, first)),
+        Check(f"{first}/no delegation", partial(_no_delegation, lab, first)),
+    ]
+    return checks

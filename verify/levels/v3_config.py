@@ -1,0 +1,149 @@
+"""V3, config: every field of Hugging Face's config moves ours as it moves Hugging Face, or is refused by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bestiary.bridges.errors import UnsupportedConfig
+from bestiary.kernels.errors import BestiaryError
+from bestiary.verify import gates
+from bestiary.verify.checks import Check, Outcome, failed, holds, judged, passed
+from bestiary.verify.inputs import Inputs
+from bestiary.verify.lab import Lab
+from bestiary.verify.reference import hf_config
+from bestiary.verify.sweep import Kind, Variant, change, classify, must_refuse, variants
+from bestiary.verify.tiny import Raw
+from bestiary.verify.verdict import Exit, FieldFinding
+
+CASE = "base"
+SHORT = 24  # below the original context of every scaled RoPE
+SMALLEST_VOCABULARY = 190
+
+Answer = Literal["equal", "refused", "ignored", "different", "moved", "not compared"]
+
+
+def probes(lab: Lab, field: str) -> list[Inputs]:
+    """Inputs with labels that every variant can take: a long one, and for RoPE fields a short one as well."""
+    raw = {**lab.cases[CASE], "vocab_size": SMALLEST_VOCABULARY}
+    inputs = [lab.inputs(raw, batch=2).with_labels()]
+    if "rope" in field:
+        inputs.append(lab.inputs(raw, batch=1, length=SHORT).with_labels())
+    return inputs
+
+
+def _ours(lab: Lab, raw: Raw, inputs: Inputs, *, train: bool = False) -> dict[str, Tensor]:
+    """Our logits and loss on a config, with the weights that Hugging Face has there."""
+    model = lab.ours.build(raw, lab.state(raw), torch.float64)
+    model.train(train)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        return dict(model(**inputs.kwargs(), return_logits=True))
+
+
+def _base(lab: Lab, raw: Raw, inputs: Inputs) -> dict[str, Tensor]:
+    return lab.once(("v3 base", str(sorted(raw.items(), key=str)), inputs.key), lambda: _ours(lab, raw, inputs))
+
+
+def _note(lab: Lab, variant: Variant, kind: Kind, answer: Answer, note: str = "") -> None:
+    lab.config.append(
+        FieldFinding(field=variant.field, value=variant.value, kind=kind.value, ours=answer, note=note[:200])
+    )
+
+
+def _names_field(error: UnsupportedConfig, variant: Variant) -> bool:
+    """Whether a refusal names the field that differs, or the object it lies in."""
+    parts = {part for name in variant.field.replace("[", ".").replace("]", "").split(".") for part in name.split("+")}
+    return bool(parts & set(error.field.split("."))) or error.field.startswith("rope")
+
+
+def _compare(lab: Lab, variant: Variant) -> Outcome:
+    inputs = probes(lab, variant.field)
+    kind, remark = Kind.REJECTED, ""
+    for one in inputs:
+        kind, remark = classify(lab.pool, lab.reference, variant, lab.seed, one)
+        if kind is not Kind.DEAD:
+            break
+    try:
+        config = lab.ours.decoder_config(variant.raw)
+    except UnsupportedConfig as error:
+        named = _names_field(error, variant)
+        _note(lab, variant, kind, "refused", error.what)
+        if not named:
+            return failed(Exit.CONFIG, f"{variant.field} is refused under another name: {error.what}")
+        if kind in (Kind.REJECTED, Kind.DEAD):  # nothing is lost: Hugging Face computes nothing with it either
+            return passed()
+        return Outcome("refused", Exit.REFUSED, error.what)
+    except BestiaryError as error:
+        if kind is not Kind.REJECTED:
+            raise
+        _note(lab, variant, kind, "refused", error.what)
+        return passed()
+    if kind is Kind.REJECTED:
+        _note(lab, variant, kind, "not compared", remark)
+        return failed(Exit.CONFIG, f"{variant.id} is accepted, and Hugging Face cannot run it ({remark})")
+    if kind is Kind.TRAIN:
+        return _compare_in_train_mode(lab, variant, inputs[0])
+    figures, moved = [], 0.0
+    for one in inputs:
+        theirs = lab.reference_of(variant.raw).output(one)
+        ours = _ours(lab, variant.raw, one)
+        figures.append(change(ours, theirs))
+        if kind is not Kind.SHAPE:
+            moved = max(moved, change(ours, _base(lab, variant.against, one)))
+    worst = max(figures)
+    if lab.gates["V3"].holds(worst):
+        _note(lab, variant, kind, "equal", remark)
+        return judged(worst, lab.gates["V3"])
+    ignored = kind is Kind.LIVE and moved <= gates.MOVED
+    _note(lab, variant, kind, "ignored" if ignored else "different", f"{worst:.1e} from Hugging Face")
+    if ignored:
+        return failed(
+            Exit.CONFIG, f"{variant.id} moves Hugging Face and not ours ({config.model_type} bridge ignores it)"
+        )
+    return judged(worst, lab.gates["V3"], detail=f"{variant.id} is {kind.value}")
+
+
+def _compare_in_train_mode(lab: Lab, variant: Variant, inputs: Inputs) -> Outcome:
+    moved = change(_ours(lab, variant.raw, inputs, train=True), _ours(lab, variant.against, inputs, train=True))
+    live = moved > gates.MOVED
+    _note(lab, variant, Kind.TRAIN, "moved" if live else "ignored")
+    return holds(live, Exit.CONFIG, f"{variant.id} acts in Hugging Face's train mode and not in ours")
+
+
+def _refused(lab: Lab, variant: Variant) -> Outcome:
+    try:
+        lab.ours.decoder_config(variant.raw)
+    except BestiaryError as error:
+        name = variant.field.rpartition(".")[2]
+        ok = error.exit_code == Exit.REFUSED and (name in str(error) or str(variant.value) in str(error))
+        return holds(ok, Exit.CONFIG, f"{variant.id} raises {type(error).__name__} without naming it: {error.what}")
+    return failed(Exit.CONFIG, f"{variant.id} is accepted; nobody implements it")
+
+
+def _spelled_out(lab: Lab, case: str) -> Outcome:
+    """Every default written into the file: the same architecture, so our defaults are Hugging Face's."""
+    raw = lab.cases[case]
+    full: dict[str, Any] = hf_config(lab.reference, raw).to_diff_dict() | hf_config(lab.reference, raw).to_dict()
+    full.pop("dtype", None)
+    theirs, ours = lab.ours.decoder_config(full), lab.ours.decoder_config(raw)
+    return holds(
+        theirs == ours, Exit.CONFIG, "the config with every default written out is read as another architecture"
+    )
+
+
+def plan(lab: Lab) -> list[Check]:
+    """One check for each field and value, then configs that must be refused and ones that must be accepted."""
+    if CASE not in lab.cases:
+        return []
+    raw = lab.cases[CASE]
+    checks = [Check(f"{variant.id}", partial(_compare, lab, variant)) for variant in variants(lab.reference, raw)]
+    checks += [
+        Check(f"must refuse/{variant.id}", partial(_refused, lab, variant))
+        for variant in must_refuse(lab.reference, raw)
+    ]
+    checks += [Check(f"spelled out/{case}", partial(_spelled_out, lab, case)) for case in lab.cases]
+    return checks

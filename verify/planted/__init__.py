@@ -1,0 +1,62 @@
+"""The catalogue of planted bugs: the verifier's own regression suite."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+
+from bestiary.kernels.errors import BestiaryError
+from bestiary.verify.planted import (
+    attention,
+    configs,
+    dense,
+    experts,
+    keys,
+    losses,
+    masks,
+    norms,
+    precision,
+    rope,
+)
+from bestiary.verify.planted.bug import Plant, PlantedBug, ReferencePlant
+
+__all__ = ["CATALOGUE", "BadCatalogue", "Plant", "PlantedBug", "ReferencePlant", "catalogue_with"]
+
+CATALOGUE: tuple[PlantedBug, ...] = tuple(
+    bug
+    for module in (attention, rope, masks, norms, dense, experts, keys, configs, losses, precision)
+    for bug in module.BUGS
+)
+
+
+class BadCatalogue(BestiaryError):
+    """A module given to `--catalogue` that cannot be imported or holds no `BUGS`, or an id that exists already."""
+
+
+def catalogue_with(modules: Iterable[str]) -> tuple[PlantedBug, ...]:
+    """The catalogue and the `BUGS` of further modules.
+
+    Raises:
+        BadCatalogue: names the module or the id.
+    """
+    bugs = list(CATALOGUE)
+    for name in modules:
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            raise BadCatalogue(
+                f"--catalogue {name} cannot be imported ({error}).", remedy="give a module on the import path"
+            ) from error
+        extra = vars(module).get("BUGS")
+        if not isinstance(extra, tuple | list) or not all(isinstance(bug, PlantedBug) for bug in extra):
+            raise BadCatalogue(
+                f"--catalogue {name} has no BUGS, a tuple of bestiary.verify.planted.PlantedBug.",
+                remedy="define BUGS in the module",
+            )
+        bugs += extra
+    seen: set[str] = set()
+    for bug in bugs:
+        if bug.id in seen:
+            raise BadCatalogue(f"two planted bugs are called {bug.id}.", remedy="rename one")
+        seen.add(bug.id)
+    return tuple(bugs)

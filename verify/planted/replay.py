@@ -1,0 +1,196 @@
+"""Ways to plant a bug in a Hugging Face model, each undone at the end of its block.
+
+Modules are found by what they hold, not by class, so that a model nobody has seen yet can be replayed too.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bestiary.verify.planted.bug import ReferencePlant
+from bestiary.verify.planted.patching import swapped
+from bestiary.verify.reference import default_dtype, promoted, quiet
+
+Finder = Callable[[nn.Module], list[Any]]
+
+
+def holding(*names: str) -> Finder:
+    """Finds the modules that have all of the attributes `names`."""
+    return lambda model: [module for module in model.modules() if all(hasattr(module, name) for name in names)]
+
+
+def layers(model: nn.Module) -> list[Any]:
+    """The decoder layers."""
+    return list(model.get_submodule("model.layers"))
+
+
+def ending(*leaves: str) -> Finder:
+    """Finds the modules whose name ends in one of `leaves`."""
+    return lambda model: [module for name, module in model.named_modules() if name.rpartition(".")[2] in leaves]
+
+
+attentions = holding("q_proj", "k_proj", "v_proj", "o_proj")
+dense_mlps = holding("gate_proj", "up_proj", "down_proj", "act_fn")
+experts = holding("gate_up_proj", "down_proj", "num_experts")
+routers = holding("top_k", "num_experts", "weight")
+rotaries = ending("rotary_emb")
+
+
+def backbone(model: nn.Module) -> list[Any]:
+    """The model without its head."""
+    return [model.get_submodule("model")]
+
+
+def final_norm(model: nn.Module) -> list[Any]:
+    """The norm before the head."""
+    return [model.get_submodule("model.norm")]
+
+
+def head(model: nn.Module) -> list[Any]:
+    """The output projection."""
+    return [model.get_submodule("lm_head")]
+
+
+def embedding(model: nn.Module) -> list[Any]:
+    """The token embedding."""
+    return [model.get_submodule("model.embed_tokens")]
+
+
+def norms(model: nn.Module) -> list[Any]:
+    """Every norm."""
+    return [module for module in model.modules() if type(module).__name__.endswith("Norm")]
+
+
+@contextmanager
+def _all(model: nn.Module, contexts: list[AbstractContextManager[Any]]) -> Iterator[nn.Module]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield model
+
+
+def forwards(find: Finder, wrap: Callable[[Any, Callable[..., Any]], Callable[..., Any]]) -> ReferencePlant:
+    """Each module found computes `wrap(module, its forward)`."""
+    return lambda model: _all(model, [swapped(m, "forward", wrap(m, m.forward)) for m in find(model)])
+
+
+def exchanged(pairs: Callable[[nn.Module], list[tuple[Any, Any]]]) -> ReferencePlant:
+    """The modules of each pair compute each other's function."""
+
+    def plant(model: nn.Module) -> AbstractContextManager[nn.Module]:
+        both = [(a, b, a.forward, b.forward) for a, b in pairs(model)]
+        return _all(
+            model,
+            [swapped(a, "forward", of_b) for a, _, _, of_b in both]
+            + [swapped(b, "forward", of_a) for _, b, of_a, _ in both],
+        )
+
+    return plant
+
+
+def attributes(find: Finder, value: Callable[[Any], Any], *names: str) -> ReferencePlant:
+    """Those of the attributes `names` that a module found has are `value(module)`."""
+    return lambda model: _all(
+        model, [swapped(m, name, value(m)) for m in find(model) for name in names if hasattr(m, name)]
+    )
+
+
+def library(name: str, wrap: Callable[[Any], Any]) -> ReferencePlant:
+    """The function `name` of the modelling file is `wrap(function)`; files without it stay as they are."""
+
+    def plant(model: nn.Module) -> AbstractContextManager[nn.Module]:
+        module = sys.modules[type(model).__module__]
+        return _all(model, [swapped(module, name, wrap(vars(module)[name]))] if name in vars(module) else [])
+
+    return plant
+
+
+def tensors(find: Finder, change: Callable[[Tensor], Tensor], *names: str) -> ReferencePlant:
+    """Parameters `names` of the modules found hold `change(values)`."""
+
+    @contextmanager
+    def plant(model: nn.Module) -> Iterator[nn.Module]:
+        found = [getattr(m, name) for m in find(model) for name in names if getattr(m, name, None) is not None]
+        before = [tensor.detach().clone() for tensor in found]
+        with torch.no_grad():
+            for tensor, values in zip(found, before, strict=True):
+                tensor.copy_(change(values))
+        try:
+            yield model
+        finally:
+            with torch.no_grad():
+                for tensor, values in zip(found, before, strict=True):
+                    tensor.copy_(values)
+
+    return plant
+
+
+def configured(change: Callable[[Any], None]) -> ReferencePlant:
+    """A sibling with the same weights, built from a config that `change` has altered in place."""
+
+    @contextmanager
+    def plant(model: nn.Module) -> Iterator[nn.Module]:
+        config = copy.deepcopy(model.config)
+        change(config)
+        if config.to_dict() == model.config.to_dict():
+            yield model
+            return
+        state = model.state_dict()
+        with _building_as(model):
+            sibling: nn.Module = type(model)(config)
+        sibling.load_state_dict(state, assign=True)
+        if config.tie_word_embeddings:
+            sibling.tie_weights()
+        yield sibling.eval()
+
+    return plant
+
+
+def turned(change: Callable[[Any], None]) -> ReferencePlant:
+    """Rotary modules rebuilt from a config that `change` has altered in place; the rest stays."""
+
+    @contextmanager
+    def plant(model: nn.Module) -> Iterator[nn.Module]:
+        config = copy.deepcopy(model.config)
+        change(config)
+        owner = model.get_submodule("model")
+        before = owner._modules["rotary_emb"]
+        if config.to_dict() == model.config.to_dict():
+            yield model
+            return
+        with _building_as(model):
+            owner._modules["rotary_emb"] = type(before)(config)
+        try:
+            yield model
+        finally:
+            owner._modules["rotary_emb"] = before
+
+    return plant
+
+
+@contextmanager
+def _building_as(model: nn.Module) -> Iterator[None]:
+    """New modules get the precision of `model`."""
+    dtype = next(model.parameters()).dtype
+    with quiet(), promoted() if dtype is torch.float64 else default_dtype(dtype):
+        yield
+
+
+def also(*plants: ReferencePlant) -> ReferencePlant:
+    """Several plants at once; at most the first may yield a sibling."""
+
+    @contextmanager
+    def plant(model: nn.Module) -> Iterator[nn.Module]:
+        with ExitStack() as stack:
+            for one in plants:
+                model = stack.enter_context(one(model))
+            yield model
+
+    return plant

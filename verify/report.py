@@ -1,0 +1,101 @@
+"""The verdict as text: at most 40 lines a family, worst news first, ending in the exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bestiary.verify.verdict import Exit, Level, Report, Verdict
+
+MAX_LINES = 40
+_SHOWN = {"ok": "ok", "fail": "FAIL", "refused": "REFUSED", "inconclusive": "INCONCL", "not run": "not run"}
+
+
+def _cut(text: str, width: int) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= width else flat[: width - 1] + "…"
+
+
+def _level(level: Level) -> str:
+    counts = f"{level.passed}/{level.planned}"
+    line = f"  {level.id} {level.title:<11} {_SHOWN[level.status]:<8} {counts:>9}  {level.seconds:6.1f} s"
+    if level.worst is not None:
+        figure = "not finite" if level.worst.figure is None else f"{level.worst.figure:.1e}"
+        line += f"   worst {figure} at {_cut(level.worst.check, 40)} (gate {level.worst.gate:g})"
+    extra = [f"{level.refused} refused"] if level.refused else []
+    extra += [f"{level.skipped} skipped"] if level.skipped else []
+    return line + (f"   {', '.join(extra)}" if extra else "")
+
+
+def _failures(verdict: Verdict, limit: int) -> Iterator[str]:
+    found = [(level.id, item) for level in verdict.levels for item in level.findings if item.status != "refused"]
+    for level, item in found[:limit]:
+        yield f"  {level} {item.status:<12} {_cut(item.check, 44)}: {_cut(item.detail, 100)}"
+    if len(found) > limit:
+        yield f"  … and {len(found) - limit} more (--json FILE lists them)"
+
+
+def _refusals(verdict: Verdict) -> Iterator[str]:
+    names = [item.field for item in verdict.config if item.ours == "refused"]
+    refused = sorted(dict.fromkeys(names))
+    if refused:
+        yield _cut(f"  refused by name   {', '.join(refused)}", 200)
+
+
+def _divergence(verdict: Verdict) -> Iterator[str]:
+    first = verdict.first_divergence
+    if first is None:
+        return
+    details = [first.case, *first.pattern, "inputs equal" if first.inputs_equal else "inputs differ already"]
+    if first.layer_type:
+        details.insert(1, first.layer_type)
+    yield _cut(f"  first divergence  {first.module} {first.tensor}   {'; '.join(details)}", 200)
+    if verdict.hypotheses:
+        best = verdict.hypotheses[0]
+        yield f"  likely cause      {_cut(best.hint, 90)} (reproduces our output to {best.reproduces_to:.0e})"
+        for other in verdict.hypotheses[1:3]:
+            yield f"  or                {_cut(other.hint, 90)} ({other.reproduces_to:.0e})"
+
+
+def family_lines(verdict: Verdict) -> list[str]:
+    """The text of one verdict, at most `MAX_LINES` lines."""
+    scope = "" if verdict.scope == "full" else "   partial run"
+    head = (
+        f"{verdict.family}  transformers {verdict.env.get('transformers', '?')} {verdict.reference_class}"
+        f"   seed {verdict.seed}   gate {verdict.gate_version}{'' if verdict.official else ' tightened'}{scope}"
+    )
+    lines = [head, *(_level(level) for level in verdict.levels)]
+    if verdict.error:
+        lines.append(f"  error             {_cut(verdict.error, 160)}")
+    lines += [f"  weak test         {_cut(reason, 120)}" for reason in verdict.weak[:4]]
+    tail = [*_divergence(verdict), *_refusals(verdict)]
+    if verdict.repro and verdict.exit_code != Exit.PASS:
+        tail.append(f"  again             {verdict.repro}")
+    tail.append(f"exit {int(verdict.exit_code)}  {verdict.verdict}  {verdict.seconds:.1f} s")
+    room = MAX_LINES - len(lines) - len(tail) - 1
+    return [*lines, *_failures(verdict, max(1, min(8, room))), *tail]
+
+
+def summary_line(verdict: Verdict) -> str:
+    """One line for a run over several families."""
+    planned, passed = sum(level.planned for level in verdict.levels), sum(level.passed for level in verdict.levels)
+    exact = [level.worst for level in verdict.levels if level.id in ("V2", "V3", "V4", "V5") and level.worst]
+    figures = [worst.figure for worst in exact if worst.figure is not None]
+    worst = f"   fp64 worst {max(figures):.1e}" if figures else ""
+    refused = sum(level.refused for level in verdict.levels)
+    return (
+        f"{verdict.family:<14} {verdict.verdict:<12} {passed}/{planned}{f', {refused} refused' if refused else ''}"
+        f"   {verdict.seconds:.1f} s{worst}"
+    )
+
+
+def text(report: Report) -> str:
+    """One family in full; several as one line each, then the failing ones in full."""
+    if len(report.verdicts) == 1:
+        return "\n".join(family_lines(report.verdicts[0]))
+    lines = []
+    for verdict in report.verdicts:
+        lines.append(summary_line(verdict))
+    for verdict in report.verdicts:
+        if verdict.exit_code != Exit.PASS:
+            lines += ["", *family_lines(verdict)]
+    return "\n".join([*lines, f"exit {int(report.exit_code)}"])

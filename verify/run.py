@@ -1,0 +1,308 @@
+"""One run: a family, its levels, one verdict. Callable in-process, with mutations of either side."""
+
+from __future__ import annotations
+
+import platform
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bestiary.bridges import get_bridge
+from bestiary.bridges.errors import UnsupportedConfig
+from bestiary.kernels.errors import BestiaryError
+from bestiary.verify.activity import audit, weaknesses
+from bestiary.verify.checks import Outcome, Replay, exit_codes, not_run, run_level, selected
+from bestiary.verify.gates import GATE_VERSION, OFFICIAL, Gates
+from bestiary.verify.hashes import altered_files, own_hashes, patched_functions, reference_hash, reference_modules
+from bestiary.verify.lab import Lab
+from bestiary.verify.levels import REGISTRY, LevelSpec
+from bestiary.verify.localise import localise
+from bestiary.verify.reference import ReferencePool, quiet
+from bestiary.verify.side import MutateOurs, MutateTheirs, OurSide, TheirSide
+from bestiary.verify.tiny import FROM_DEFAULTS, Raw, tiny_configs
+from bestiary.verify.verdict import (
+    WORDS,
+    Activity,
+    Divergence,
+    Exit,
+    Hypothesis,
+    Level,
+    Verdict,
+    first_present,
+)
+
+AUDITED = frozenset({"V2", "V3", "V4", "V5", "V6"})
+"""Levels whose meaning depends on active configs."""
+
+Explain = Callable[["Evidence"], list[Hypothesis]]
+
+
+class BadLevels(BestiaryError):
+    """A `--level` or `--only` that names nothing."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What an explanation of a failure starts from: the bench, the first divergence, and where to look again."""
+
+    lab: Lab
+    divergence: Divergence
+    replay: Replay
+    level: str
+
+
+def parse_levels(text: str | None) -> list[LevelSpec]:
+    """The levels of "V2", "V0..V2" or "V0,V4"; all of them for None.
+
+    Raises:
+        BadLevels: an unknown level, or a range that runs backwards.
+    """
+    known = [spec.id for spec in REGISTRY]
+    if text is None:
+        return list(REGISTRY)
+    wanted: list[str] = []
+    for part in text.split(","):
+        first, dots, last = part.strip().partition("..")
+        last = last if dots else first
+        if first not in known or last not in known or known.index(first) > known.index(last):
+            raise BadLevels(
+                f"--level {text} is no level or range.", remedy=f"e.g. V2, V0..V2; known: {', '.join(known)}"
+            )
+        wanted += known[known.index(first) : known.index(last) + 1]
+    return [spec for spec in REGISTRY if spec.id in wanted]
+
+
+def environment() -> dict[str, str]:
+    """Versions, threads and machine kind of this process."""
+    from importlib.metadata import version
+
+    return {
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+        "device": "cpu",
+        "machine": platform.machine(),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def run(
+    family: str,
+    levels: str | None = None,
+    seed: int = 0,
+    *,
+    only: Sequence[str] = (),
+    gates: Gates | None = None,
+    keep_going: bool = False,
+    isolate: bool = False,
+    cases: dict[str, Raw] | None = None,
+    mutate_ours: MutateOurs | None = None,
+    mutate_reference: MutateTheirs | None = None,
+    pool: ReferencePool | None = None,
+    explain: Explain | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Verdict:
+    """Verifies one family on tiny configs.
+
+    Args:
+        family: a `model_type`, or an alias of one.
+        levels: "V2", "V0..V2"; None: all.
+        seed: of weights and inputs.
+        only: patterns of check ids, or `layerN`.
+        gates: thresholds; None: the official ones.
+        keep_going: run later levels after one failed.
+        isolate: run our forward also where transformers' modelling files cannot be imported.
+        cases: config.json content by name, in place of the derived tiny configs.
+        mutate_ours, mutate_reference: planted changes; see `bestiary.verify.side`. A mutated reference is not checked
+            for tampering and is never taken from `pool`.
+        pool: references built by earlier runs.
+        explain: names causes of a divergence (planted-bug replay).
+        progress: called with a line before each level.
+    Returns:
+        The verdict. Errors of usage (unknown family, level or pattern) are raised.
+    Raises:
+        UnsupportedModelType, BadLevels.
+    """
+    start = time.perf_counter()
+    specs = parse_levels(levels)
+    bridge = get_bridge(family)
+    lab = Lab(
+        family=family,
+        reference=bridge.reference,
+        cases=cases if cases is not None else tiny_configs(bridge.reference),
+        ours=OurSide(bridge),
+        theirs=TheirSide(),
+        seed=seed,
+        gates=gates or Gates(),
+        pool=pool if pool is not None and mutate_reference is None else ReferencePool(),
+        isolate=isolate and mutate_ours is None and mutate_reference is None,
+    )
+    if mutate_ours is not None:
+        mutate_ours(lab.ours)
+    if mutate_reference is not None:
+        mutate_reference(lab.theirs)
+    try:
+        with lab.ours.patched(), lab.theirs.patched(), quiet(), _one_thread():
+            return _verify(lab, specs, only, keep_going, explain, progress or (lambda _: None), start)
+    finally:
+        lab.close()
+
+
+class _one_thread:
+    """Tiny tensors are slower on several threads, and sums must not depend on their number."""
+
+    def __enter__(self) -> None:
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._before)
+
+
+def _verify(
+    lab: Lab,
+    specs: Sequence[LevelSpec],
+    only: Sequence[str],
+    keep_going: bool,
+    explain: Explain | None,
+    progress: Callable[[str], None],
+    start: float,
+) -> Verdict:
+    results: list[Level] = []
+    codes: list[Exit] = []
+    replay: tuple[str, Replay] | None = None
+    refusal = _refusal(lab)
+    stopped: str | None = None
+    for spec in specs:
+        progress(f"{lab.family} {spec.id} {spec.title}")
+        checks = selected(spec.plan(lab), only)
+        if not checks and only:
+            continue
+        if stopped is not None:
+            results.append(not_run(spec.id, spec.title, checks, stopped))
+            continue
+        level, outcomes = run_level(
+            spec.id,
+            spec.title,
+            checks,
+            on_error=spec.on_error,
+            refusals_are_answers=spec.refusals_are_answers,
+        )
+        results.append(level)
+        codes += exit_codes(level)
+        if replay is None:
+            found = _first_replay(outcomes)
+            replay = None if found is None else (spec.id, found)
+        if level.status != "ok" and not keep_going:
+            stopped = f"{spec.id} is not ok (--keep-going runs the rest)"
+    if not results:
+        raise BadLevels(f"--only {', '.join(only)} matches no check.", remedy="layerN, or a pattern such as base/*")
+    activity, weak = _audit(lab, specs, checks_run=any(level.id in AUDITED for level in results))
+    tampered = [] if lab.theirs.mutated else _tampering(lab)
+    if weak:
+        codes.append(Exit.INCONCLUSIVE)
+    if tampered:
+        codes.append(Exit.TAMPERING)
+    code = first_present(codes)
+    divergence, hypotheses = _explain(lab, replay, explain)
+    hashes = own_hashes(lab.ours.current.config_from_hf.__module__, lab.config_json())
+    return Verdict(
+        family=lab.family,
+        model_type=lab.ours.current.model_type,
+        reference_class=lab.reference.partition(":")[2],
+        verdict=WORDS[code],
+        exit_code=code,
+        scope="full" if not only and len(specs) == len(REGISTRY) else "partial",
+        gate_version=GATE_VERSION,
+        official=dict(lab.gates.table) == dict(OFFICIAL),
+        env=environment(),
+        hashes={**hashes, "transformers": reference_hash()},
+        seed=lab.seed,
+        seconds=time.perf_counter() - start,
+        levels=results,
+        cases=dict(lab.cases),
+        first_divergence=divergence,
+        hypotheses=hypotheses,
+        keys=lab.keys,
+        config=lab.config,
+        activity=activity,
+        weak=weak,
+        repro=_repro(lab, results, divergence),
+        error="; ".join(filter(None, [refusal, *tampered[:2]])) or None,
+    )
+
+
+def _refusal(lab: Lab) -> str | None:
+    """Why our bridge refuses the family's tiny configs, if it does."""
+    for case, raw in lab.cases.items():
+        try:
+            lab.ours.decoder_config(raw)
+        except UnsupportedConfig as error:
+            return f"the bridge refuses the config {case!r}: {error.what}"
+        except BestiaryError:
+            continue  # a planted or real bug of the adapter: the levels find it
+    return None
+
+
+def _first_replay(outcomes: Sequence[Outcome]) -> Replay | None:
+    return next((o.replay for o in outcomes if o.status == "failed" and o.replay is not None), None)
+
+
+def _audit(lab: Lab, specs: Sequence[LevelSpec], *, checks_run: bool) -> tuple[dict[str, Activity], list[str]]:
+    """The activity of every tiny config, where a level that depends on it ran."""
+    if not checks_run or not any(spec.id in AUDITED for spec in specs):
+        return {}, []
+    audits = lab.pool.remember(
+        ("audit", lab.config_json(), lab.seed, lab.theirs.mutated),
+        lambda: {case: audit(lab.hf(case), lab.probe(case)) for case in lab.cases},
+    )
+    return audits, weaknesses(audits, FROM_DEFAULTS)
+
+
+def _tampering(lab: Lab) -> list[str]:
+    """What differs from the installed transformers, on disk or in memory."""
+    altered = [f"{path} differs from the wheel's RECORD" for path in altered_files()]
+    patched = [f"{name} was replaced in memory" for name in patched_functions(reference_modules(lab.hf_class))]
+    return altered + patched
+
+
+def _explain(
+    lab: Lab, replay: tuple[str, Replay] | None, explain: Explain | None
+) -> tuple[Divergence | None, list[Hypothesis]]:
+    if replay is None:
+        return None, []
+    level, where = replay
+    try:
+        model = lab.model(where.case)
+    except Exception:  # noqa: BLE001 - a model that cannot be built has no first divergence; the findings say why
+        return None, []
+    reference = lab.hf(where.case)
+    divergence = localise(
+        model,
+        reference.trace(where.inputs),
+        lab.ours.current.module_map,
+        where.inputs,
+        case=where.case,
+        layer_types=lab.layer_types(where.case),
+        dense_layers=lab.dense_layers(where.case),
+    )
+    if divergence is None or explain is None:
+        return divergence, []
+    return divergence, explain(Evidence(lab, divergence, where, level))
+
+
+def _repro(lab: Lab, levels: Sequence[Level], divergence: Divergence | None) -> str | None:
+    """One command that shows the first failure again."""
+    for level in levels:
+        failing = next((item for item in level.findings if item.status == "failed"), None)
+        if failing is None:
+            continue
+        only = failing.check
+        if divergence is not None and level.id == "V2" and divergence.layer is not None:
+            only = f"layer{divergence.layer}"
+        quoted = only if re.fullmatch(r"[\w./*-]+", only) else f"'{only}'"
+        return f"verify-bridge {lab.family} --level {level.id} --only {quoted} --seed {lab.seed}"
+    return None

@@ -1,0 +1,139 @@
+"""What a mutation may change: the two sides of a comparison before they are built.
+
+`run(…, mutate_ours=f)` calls `f(side)` with an `OurSide`, `mutate_reference` with a `TheirSide`. A mutation registers
+changes of the bridge, the config or the built model, or replaces an attribute for the length of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from bestiary.bridges import Bridge, MemorySource, Plan, fill
+from bestiary.models import Decoder, DecoderConfig
+from bestiary.verify.tiny import Raw
+
+T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
+
+
+class _Side(Generic[M]):
+    def __init__(self) -> None:
+        self._model_changes: list[Callable[[M], None]] = []
+        self._patches: list[tuple[Any, str, Any]] = []
+        self.mutated = False
+
+    def model(self, change: Callable[[M], None]) -> None:
+        """Registers a change of every model, once its weights are set."""
+        self.mutated = True
+        self._model_changes.append(change)
+
+    def patch(self, owner: Any, name: str, value: Any) -> None:
+        """Registers `owner.name = value` for the length of the run; `owner` is a class, module or object."""
+        self.mutated = True
+        self._patches.append((owner, name, value))
+
+    def finish(self, model: M) -> M:
+        """`model` with every registered change applied."""
+        for change in self._model_changes:
+            change(model)
+        return model
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """The registered replacements in force; undone at the end, in reverse."""
+        missing = object()
+        undo: list[tuple[Any, str, Any]] = []
+        try:
+            for owner, name, value in self._patches:
+                undo.append((owner, name, vars(owner).get(name, missing)))
+                setattr(owner, name, value)
+            yield
+        finally:
+            for owner, name, before in reversed(undo):
+                if before is missing:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, before)
+
+
+class OurSide(_Side[Decoder]):
+    """Our model and the bridge that makes it; also how the verifier builds both."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        super().__init__()
+        self.current = bridge
+
+    def bridge(self, change: Callable[[Bridge], Bridge]) -> None:
+        """Replaces the bridge (its rules, its adapter, its decoder class) by `change(bridge)`."""
+        self.mutated = True
+        self.current = change(self.current)
+
+    def config(self, change: Callable[[DecoderConfig], DecoderConfig]) -> None:
+        """Changes what the bridge's adapter makes of every config."""
+        before = self.current.config_from_hf
+        self.bridge(lambda bridge: replace(bridge, config_from_hf=lambda hf: change(before(hf))))
+
+    def decoder_config(self, raw: Raw) -> DecoderConfig:
+        """The architecture our bridge reads from a config.json."""
+        return self.current.parse(raw, source="config.json").decoder
+
+    def plan(self, raw: Raw, hub: Mapping[str, Tensor]) -> Plan:
+        """Which tensor of `hub` goes where."""
+        parsed = self.current.parse(raw, source="config.json")
+        return self.current.plan_import(
+            parsed.decoder, MemorySource(hub).infos, quantization=parsed.quantization, read_from="Hugging Face"
+        )
+
+    def build(self, raw: Raw, hub: Mapping[str, Tensor], dtype: torch.dtype) -> Decoder:
+        """Our model of a config.json with the weights of a state dict, in eval mode; NaN where nothing was written."""
+        plan = self.plan(raw, hub)
+        model = self.current.decoder(self.decoder_config(raw), dtype=dtype, device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
+        fill(model, MemorySource(hub), plan)
+        return self.finish(model.eval())
+
+    def load(self, folder: Path, dtype: torch.dtype | None = None) -> Decoder:
+        """Our model of a checkpoint folder."""
+        return self.finish(self.current.load(folder, dtype=dtype))
+
+    def native(self, raw: Raw, hub: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors under hub names (weights, or gradients of them) as the parameters they belong to."""
+        shapes = self.current.parameters(self.decoder_config(raw))
+        dtype = next(iter(hub.values())).dtype
+        made = {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in shapes.items()}
+        for transfer in self.plan(raw, hub).transfers:
+            for name, piece in transfer.pieces:
+                piece.read(hub[transfer.hub.name], made[name])
+        return made
+
+
+class TheirSide(_Side[nn.Module]):
+    """Hugging Face's model and its config."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._raw_changes: list[Callable[[Raw], Raw]] = []
+
+    def raw(self, change: Callable[[Raw], Raw]) -> None:
+        """Registers a change of the config.json that only Hugging Face sees."""
+        self.mutated = True
+        self._raw_changes.append(change)
+
+    def changed(self, raw: Raw) -> Raw:
+        """`raw` with every registered change applied."""
+        for change in self._raw_changes:
+            raw = change(raw)
+        return raw
+
+
+MutateOurs = Callable[[OurSide], None]
+MutateTheirs = Callable[[TheirSide], None]
