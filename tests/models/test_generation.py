@@ -1,0 +1,302 @@
+"""Generation: what the cache says is what the whole sequence says; filters, stops and padding do what they promise."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bestiary.models import Cache, Decoder
+from bestiary.models.config import DynamicScaling, LongRopeScaling
+from bestiary.models.errors import InvalidInput
+from bestiary.models.generation import Sampling
+
+from .tiny import FAMILIES, VOCAB, WINDOW, tiny, tiny_config, tokens
+
+PROMPTS = (5, 11, 3)  # one longer than the window
+NEW = 3 * WINDOW
+
+
+def left_padded(lengths: tuple[int, ...] = PROMPTS) -> tuple[Tensor, Tensor]:
+    """input_ids and attention_mask; what stands under the padding is a token like any other."""
+    ids = tokens(len(lengths), max(lengths))
+    mask = torch.arange(max(lengths))[None] >= max(lengths) - torch.tensor(lengths)[:, None]
+    return ids, mask.long()
+
+
+def untied(family: str, **changes: Any) -> Decoder:
+    """fp32; a tied head at random says the last token again, whatever the layers do."""
+    return tiny(family, torch.float32, tie_word_embeddings=False, **changes)
+
+
+@torch.no_grad()
+def by_full_forward(model: Decoder, prompt: Tensor, new: int) -> tuple[Tensor, float]:
+    """Greedy continuation of one row without padding, everything computed anew for each token; its narrowest margin."""
+    sequence, margin = prompt, math.inf
+    for _ in range(new):
+        logits = model(sequence[None]).logits[0, -1]
+        best, second = logits.topk(2).values.tolist()
+        margin = min(margin, best - second)
+        sequence = torch.cat((sequence, logits.argmax()[None]))
+    return sequence[len(prompt) :], margin
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cached_generation_equals_full_forward_token_by_token(family: str) -> None:
+    """In fp32, batch with left padding, three windows past the prompt."""
+    model = untied(family)
+    ids, mask = left_padded()
+    cached = model.generate(ids, mask, max_new_tokens=NEW)
+    assert torch.equal(cached[:, : ids.shape[1]], ids)
+    assert torch.equal(cached, model.generate(ids, mask, max_new_tokens=NEW, use_cache=False))
+    for row, length in enumerate(PROMPTS):
+        expected, margin = by_full_forward(model, ids[row, -length:], NEW)
+        assert margin > 1e-4, "a tie would decide by rounding"
+        assert torch.equal(cached[row, ids.shape[1] :], expected)
+        assert len(set(expected.tolist())) > 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=15)
+@given(chunks=st.lists(st.integers(1, 2 * WINDOW), min_size=1, max_size=5), padding=st.integers(0, 4))
+def test_any_split_of_a_sequence_gives_the_same_logits(family: str, chunks: list[int], padding: int) -> None:
+    """Prefill in pieces shorter and longer than the window, with left padding, float64."""
+    model, total = tiny(family), sum(chunks) + padding
+    ids = tokens(2, total)
+    mask = (torch.arange(total)[None] >= torch.tensor([[0], [padding]])).long()
+    cache, pieces = Cache(model.decoder_config), []
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask).logits
+        chunks = [chunks[0] + padding, *chunks[1:]]
+        for piece in ids.split(chunks, dim=1):
+            seen = len(cache) + piece.shape[1]
+            pieces.append(model(piece, attention_mask=mask[:, :seen], past_key_values=cache).logits)
+    joined = torch.cat(pieces, dim=1)
+    real = mask.bool()
+    assert (joined - whole)[real].abs().max() < 1e-12 * whole.std()
+    assert len(cache) == cache.get_seq_length() == total
+
+
+def test_use_cache_returns_a_cache_that_goes_on() -> None:
+    """Also under the name `cache`."""
+    model, ids = tiny("gpt_oss"), tokens(2, 9)
+    with torch.no_grad():
+        first = model(ids[:, :6], use_cache=True)
+        second = model(ids[:, 6:], cache=first.past_key_values)
+        whole = model(ids)
+    assert "past_key_values" not in whole
+    torch.testing.assert_close(second.logits, whole.logits[:, 6:])
+
+
+# ---------------------------------------------------------------------- choosing a token
+
+
+def brute_force(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+    """Probabilities after the filters, in Python floats: the top k, then the fewest of them that reach mass top_p."""
+    scaled = [value / temperature for value in logits]
+    ranked = sorted(range(len(scaled)), key=lambda index: -scaled[index])
+    kept = ranked[:top_k] if top_k else ranked
+    weights = {index: math.exp(scaled[index] - scaled[ranked[0]]) for index in kept}
+    total, mass, nucleus = sum(weights.values()), 0.0, []
+    for index in kept:
+        if mass >= top_p and top_p < 1:
+            break
+        nucleus.append(index)
+        mass += weights[index] / total
+    total = sum(weights[index] for index in nucleus)
+    return [weights[index] / total if index in nucleus else 0.0 for index in range(len(scaled))]
+
+
+@given(
+    logits=st.lists(st.integers(-2000, 2000), min_size=2, max_size=12, unique=True),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    top_k=st.integers(0, 15),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
+)
+def test_filters_keep_what_they_say(logits: list[int], temperature: float, top_k: int, top_p: float) -> None:
+    """Against an independent computation."""
+    values = [value / 500 for value in logits]
+    sampling = Sampling(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
+    ours = sampling.filtered(torch.tensor([values], dtype=torch.float64) / temperature).softmax(-1)[0]
+    expected = torch.tensor(brute_force(values, temperature, top_k, top_p), dtype=torch.float64)
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 5}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.8, "temperature": 1.7}], ids=str
+)
+def test_sampling_draws_from_the_filtered_distribution(filters: dict[str, Any]) -> None:
+    """2000 draws of one token against the probabilities, and never outside them; the generator decides alone."""
+    model, prompt = untied("qwen3"), tokens(1, 2)
+    logits = model(prompt).logits[0, -1].tolist()
+    allowed = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **filters}
+    expected = torch.tensor(brute_force(logits, **allowed))
+
+    def draw(seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        out = model.generate(prompt.expand(2000, -1), max_new_tokens=1, do_sample=True, generator=generator, **filters)
+        return out[:, -1]
+
+    drawn = draw(0)
+    assert torch.equal(drawn, draw(0))
+    assert not torch.equal(drawn, draw(1))
+    frequency = torch.bincount(drawn, minlength=VOCAB) / 2000
+    assert (frequency[expected == 0] == 0).all()
+    assert (frequency - expected).abs().max() < 5 * (0.25 / 2000) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [({"temperature": 0.0}, "temperature = 0.0"), ({"top_k": -1}, "top_k = -1"), ({"top_p": 0.0}, "top_p = 0.0")],
+)
+def test_filters_that_make_no_sense_are_refused(wrong: dict[str, Any], named: str) -> None:
+    """By name and value."""
+    with pytest.raises(InvalidInput, match=named):
+        tiny("qwen3").generate(tokens(1, 3), do_sample=True, max_new_tokens=1, **wrong)
+
+
+# ---------------------------------------------------------------------- ends
+
+
+def test_rows_end_at_any_of_several_stop_ids() -> None:
+    """Each row at its own; behind it padding; the call ends with the last row."""
+    model = untied("gemma3")
+    ids, mask = left_padded()
+    prompt = ids.shape[1]
+    free = model.generate(ids, mask, max_new_tokens=NEW)[:, prompt:]
+    stops = [int(free[0, 4]), int(free[1, 7]), int(free[2, 2])]
+    ends = [next(i for i, token in enumerate(row) if token in stops) for row in free.tolist()]
+    stopped = model.generate(ids, mask, max_new_tokens=NEW, stop_token_ids=stops, pad_token_id=199)[:, prompt:]
+    assert stopped.shape[1] == max(ends) + 1 < NEW
+    for row, end in enumerate(ends):
+        assert torch.equal(stopped[row, : end + 1], free[row, : end + 1])
+        assert (stopped[row, end + 1 :] == 199).all()
+    one = model.generate(ids[1:2], mask[1:2], max_new_tokens=NEW, stop_token_ids=stops[1])
+    assert one[0, -1] == stops[1]
+
+
+def test_log_probs_are_those_of_the_forward_pass() -> None:
+    """log softmax(logits / temperature) of each chosen token before any filter, 0 behind the end of a row."""
+    model = tiny("qwen3_moe", torch.float32)
+    ids, mask = left_padded()
+    free = model.generate(ids, mask, max_new_tokens=9)[:, ids.shape[1] :]
+    out, log_probs = model.generate(
+        ids,
+        mask,
+        max_new_tokens=9,
+        do_sample=True,
+        temperature=1.4,
+        top_k=3,
+        stop_token_ids=free[0, :3].tolist(),
+        generator=torch.Generator().manual_seed(3),
+        return_log_probs=True,
+    )
+    new = out.shape[1] - ids.shape[1]
+    assert log_probs.shape == (3, new)
+    targets = torch.full_like(out, -100)
+    targets[:, ids.shape[1] - 1 : -1] = out[:, ids.shape[1] :]
+    whole = torch.cat((mask, torch.ones(3, new, dtype=mask.dtype)), dim=1)
+    with torch.no_grad():
+        scored = model(out, attention_mask=whole, shift_labels=targets, temperature=1.4).log_probs
+    scored = scored[:, ids.shape[1] - 1 : -1]
+    ended = (
+        torch.isin(out[:, ids.shape[1] :], free[0, :3]).cumsum(-1)
+        - torch.isin(out[:, ids.shape[1] :], free[0, :3]).long()
+    )
+    torch.testing.assert_close(log_probs, scored.masked_fill(ended > 0, 0.0), rtol=1e-4, atol=1e-5)
+    assert (log_probs < 0).any()
+
+
+def test_the_context_is_a_limit_unless_allowed() -> None:
+    """Counted in tokens, not in padding."""
+    model = tiny("qwen3", max_position_embeddings=16)
+    ids, mask = left_padded((5, 11, 3))
+    assert model.generate(ids, mask, max_new_tokens=5).shape[1] == 16
+    with pytest.raises(InvalidInput, match=r"11 prompt tokens \+ max_new_tokens = 6 exceed .* = 16") as caught:
+        model.generate(ids, mask, max_new_tokens=6)
+    assert "allow_long" in str(caught.value.remedy)
+    assert model.generate(ids, mask, max_new_tokens=6, allow_long=True).shape[1] == 17
+    assert model.generate(ids[:1], mask[:1], max_new_tokens=11).shape[1] == 22
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask"),
+    [
+        (torch.ones(1, 4, dtype=torch.long), torch.tensor([[1, 1, 1, 0]])),
+        (torch.ones(1, 4, dtype=torch.long), torch.tensor([[0, 1, 0, 1]])),
+        (torch.ones(2, 3, dtype=torch.long), torch.tensor([[1, 1, 1], [0, 0, 0]])),
+        (torch.ones(1, 0, dtype=torch.long), None),
+        (torch.ones(4, dtype=torch.long), None),
+    ],
+    ids=["right padding", "a hole", "an empty row", "no token", "one dimension"],
+)
+def test_prompts_that_cannot_be_continued_are_refused(ids: Tensor, mask: Tensor | None) -> None:
+    """Right padding would put new tokens behind a gap."""
+    with pytest.raises(InvalidInput):
+        tiny("qwen3").generate(ids, mask, max_new_tokens=2)
+
+
+class Settings:
+    """What `generate` reads of a transformers GenerationConfig."""
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+
+def test_arguments_win_over_the_config_and_that_over_the_checkpoint() -> None:
+    """Stop ids come from the checkpoint by themselves; sampling never does."""
+    model, ids = untied("qwen3"), tokens(1, 5)
+    free = model.generate(ids, max_new_tokens=20)[0, 5:].tolist()
+    assert len(free) == 20
+    first, later = free[2], next(token for token in free[3:] if token not in free[:3])
+    model.hf_config_json = {"eos_token_id": later}
+    assert model.generate(ids)[0, -1] == later
+    model.hf_generation_config_json = {"eos_token_id": [first, later], "do_sample": True, "temperature": 5.0}
+    assert model.generate(ids)[0, 5:].tolist() == free[:3]
+    config = Settings(eos_token_id=later, max_new_tokens=20, do_sample=True, top_k=1, pad_token_id=None)
+    assert model.generate(ids, generation_config=config)[0, 5:].tolist() == free[: free.index(later) + 1]
+    assert model.generate(ids, generation_config=config, max_new_tokens=2).shape[1] == 7
+    assert model.generate(ids, generation_config=config, stop_token_ids=[])[0, 5:].tolist() == free
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        DynamicScaling(factor=4.0, original_max_position_embeddings=9),
+        LongRopeScaling(
+            short_factor=(1.0,) * 12,
+            long_factor=tuple(2.0 + i for i in range(12)),
+            original_max_position_embeddings=9,
+            attention_factor=1.1,
+        ),
+    ],
+    ids=["dynamic", "longrope"],
+)
+def test_frequencies_that_change_with_the_length_turn_the_cache_off(scaling: Any) -> None:
+    """Keys turned by the short frequencies would be wrong beyond the first context."""
+    model = untied("qwen3", rope=replace(tiny_config("qwen3").rope, scaling=scaling))
+    ids = tokens(1, 6)
+    expected, _ = by_full_forward(model, ids[0], 8)
+    assert torch.equal(model.generate(ids, max_new_tokens=8)[0, 6:], expected)
+
+
+def test_router_logits_asked_for_by_the_config_do_not_disturb_generation() -> None:
+    """The padding mask grows with the sequence, the router sees the new tokens alone."""
+    model = tiny("qwen3_moe", torch.float32, output_router_logits=True)
+    ids, mask = left_padded()
+    expected = tiny("qwen3_moe", torch.float32).generate(ids, mask, max_new_tokens=4)
+    assert torch.equal(model.generate(ids, mask, max_new_tokens=4), expected)
+
+
+def test_prepare_inputs_passes_only_what_the_cache_has_not_seen() -> None:
+    """For trainers that drive the loop themselves."""
+    model, ids = tiny("qwen3"), tokens(1, 6)
+    assert model.can_generate()
+    cache = model(ids[:, :4], use_cache=True).past_key_values
+    prepared = model.prepare_inputs_for_generation(ids, past_key_values=cache, attention_mask=torch.ones(1, 6))
+    assert torch.equal(prepared["input_ids"], ids[:, 4:])
+    torch.testing.assert_close(model(**prepared).logits, model(ids).logits[:, 4:])
