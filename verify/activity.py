@@ -37,7 +37,7 @@ class ClipMeter(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Any,  # noqa: ARG002 - the protocol's signature
+        types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
@@ -103,7 +103,7 @@ def dead_parameters(reference: Reference, inputs: Inputs) -> list[str]:
 
 
 def router_margin(reference: Reference, inputs: Inputs) -> float | None:
-    """Smallest gap between the last chosen and the first rejected expert over tokens and layers; None without experts."""
+    """Smallest gap between the last chosen and the first rejected expert over tokens and layers; None without any."""
     config = reference.config.to_dict()
     top_k = config.get("num_experts_per_tok")
     logits = reference.output(inputs).get("router_logits")
@@ -136,7 +136,7 @@ def weaknesses(audits: Mapping[str, Activity], from_defaults: Collection[str] = 
     the family's own limits and need not clip.
     """
     found = []
-    slices = [set(name for name in audit.dead_params if name.endswith("]")) for audit in audits.values()]
+    slices = [{name for name in audit.dead_params if name.endswith("]")} for audit in audits.values()]
     for name in sorted(set.intersection(*slices)) if slices else []:
         found.append(f"{name} moves no logit in any config")
     for config, audit in audits.items():

@@ -80,8 +80,8 @@ def judged(figure: float, gate: Gate, *, detail: str = "", replay: Replay | None
 def execute(check: Check, on_error: Exit) -> Outcome:
     """Runs a check.
 
-    A typed refusal is `refused`; any other exception of the implementation under test is a failure with code `on_error`,
-    because it is what the check found. Errors of the environment (memory, disk) are not caught.
+    A typed refusal is `refused`; any other exception of the implementation under test is a failure with code
+    `on_error`, because it is what the check found. Errors of the environment (memory, disk) are not caught.
     """
     try:
         return check.run()

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = "transformers"
+SHARED = ("modeling_utils", "masking_utils", "modeling_rope_utils", "activations", "cache_utils", "integrations.moe")
+"""Modules of transformers that every decoder's forward goes through."""
 
 
 def digest(paths: Iterable[Path]) -> str:
@@ -127,17 +129,13 @@ def patched_functions(modules: Iterable[str]) -> list[str]:
     return found
 
 
+SHARED = ("modeling_utils", "masking_utils", "modeling_rope_utils", "activations", "cache_utils", "integrations.moe")
+"""Modules of transformers that every decoder's forward goes through."""
+
+
 def reference_modules(reference: Any) -> list[str]:
-    """The modelling and configuration modules behind a reference class, and transformers' shared ones that are loaded."""
-    shared = (
-        "modeling_utils",
-        "masking_utils",
-        "modeling_rope_utils",
-        "activations",
-        "cache_utils",
-        "integrations.moe",
-    )
-    names = [reference.__module__, reference.config_class.__module__, *(f"{PACKAGE}.{name}" for name in shared)]
+    """The modelling and configuration modules behind a reference class, and those of `SHARED` that are loaded."""
+    names = [reference.__module__, reference.config_class.__module__, *(f"{PACKAGE}.{name}" for name in SHARED)]
     return [name for name in names if name in sys.modules]
 
 

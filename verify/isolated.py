@@ -24,8 +24,8 @@ class Blocker:
     def find_spec(
         self,
         name: str,
-        path: Sequence[str] | None = None,  # noqa: ARG002 - the protocol's signature
-        target: ModuleType | None = None,  # noqa: ARG002
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         """None for every other module; the import goes on."""
         if _is_modelling(name):

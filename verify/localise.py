@@ -51,8 +51,9 @@ class ModuleMap:
         for pattern, target in self._patterns:
             found = pattern.match(name)
             if found:
-                numbers = iter(found.groups())
-                prefix = re.sub(r"\*", lambda _: next(numbers), target)
+                prefix = target
+                for number in found.groups():
+                    prefix = prefix.replace("*", number, 1)
                 return prefix + name[found.end() :]
         return name
 

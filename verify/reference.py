@@ -1,8 +1,8 @@
 """The Hugging Face side: models of the installed transformers, run in true float64.
 
-`.double()` alone is no float64 reference: norms, softmax, RoPE and routers ask for float32 by name. `promoted()` answers
-every such request with float64, while the model is built and while it runs, without touching the library's code.
-Attention and experts run eagerly, the paths that are written down in the modelling files.
+`.double()` alone is no float64 reference: norms, softmax, RoPE and routers ask for float32 by name. `promoted()`
+answers every such request with float64, while the model is built and while it runs, without touching the library's
+code. Attention and experts run eagerly, the paths that are written down in the modelling files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Promote(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Any,  # noqa: ARG002 - the protocol's signature
+        types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:

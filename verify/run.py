@@ -40,8 +40,8 @@ AUDITED = frozenset({"V2", "V3", "V4", "V5", "V6"})
 Explain = Callable[["Evidence"], list[Hypothesis]]
 
 
-class BadLevels(BestiaryError):
-    """A `--level` or `--only` that names nothing."""
+class BadUsage(BestiaryError):
+    """Arguments that name nothing: a level, a pattern, a file."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def parse_levels(text: str | None) -> list[LevelSpec]:
     """The levels of "V2", "V0..V2" or "V0,V4"; all of them for None.
 
     Raises:
-        BadLevels: an unknown level, or a range that runs backwards.
+        BadUsage: an unknown level, or a range that runs backwards.
     """
     known = [spec.id for spec in REGISTRY]
     if text is None:
@@ -68,7 +68,7 @@ def parse_levels(text: str | None) -> list[LevelSpec]:
         first, dots, last = part.strip().partition("..")
         last = last if dots else first
         if first not in known or last not in known or known.index(first) > known.index(last):
-            raise BadLevels(
+            raise BadUsage(
                 f"--level {text} is no level or range.", remedy=f"e.g. V2, V0..V2; known: {', '.join(known)}"
             )
         wanted += known[known.index(first) : known.index(last) + 1]
@@ -124,7 +124,7 @@ def run(
     Returns:
         The verdict. Errors of usage (unknown family, level or pattern) are raised.
     Raises:
-        UnsupportedModelType, BadLevels.
+        UnsupportedModelType, BadUsage.
     """
     start = time.perf_counter()
     specs = parse_levels(levels)
@@ -199,7 +199,7 @@ def _verify(
         if level.status != "ok" and not keep_going:
             stopped = f"{spec.id} is not ok (--keep-going runs the rest)"
     if not results:
-        raise BadLevels(f"--only {', '.join(only)} matches no check.", remedy="layerN, or a pattern such as base/*")
+        raise BadUsage(f"--only {', '.join(only)} matches no check.", remedy="layerN, or a pattern such as base/*")
     activity, weak = _audit(lab, specs, checks_run=any(level.id in AUDITED for level in results))
     tampered = [] if lab.theirs.mutated else _tampering(lab)
     if weak:

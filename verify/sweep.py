@@ -20,7 +20,7 @@ from bestiary.verify import gates
 from bestiary.verify.inputs import Inputs
 from bestiary.verify.measure import max_over_std
 from bestiary.verify.reference import Reference, ReferencePool, hf_config, reference_class
-from bestiary.verify.tiny import FULL, ORIGINAL_CONTEXT, ROPE, SLIDING, WINDOW, Raw, rope_layer_types, scaling
+from bestiary.verify.tiny import FULL, ROPE, SLIDING, WINDOW, Raw, rope_layer_types, scaling
 
 
 class Kind(StrEnum):

@@ -1,9 +1,9 @@
 """Tiny configs of a family, derived from its Hugging Face config class: small, awkward and active.
 
 Dimensions differ pairwise and none is a multiple of 64, so that a transposition or a leaked pad is a shape error; one
-config is square instead, where only values can tell. Windows, soft caps and clamps are narrow enough to act, every layer
-type stands at an even and an odd index, hidden 80 has no square root in bfloat16. Values are keyed by field name and
-apply wherever a config class has the field: no family is named here.
+config is square instead, where only values can tell. Windows, soft caps and clamps are narrow enough to act, every
+layer type stands at an even and an odd index, hidden 80 has no square root in bfloat16. Values are keyed by field name
+and apply wherever a config class has the field: no family is named here.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def tiny_config(reference: str, variant: str) -> Raw:
     raw["model_type"] = reference_class(reference).config_class.model_type
     defaults = config_defaults(reference)
     if variant not in FROM_DEFAULTS:
-        raw["rope_parameters"] = _rope(reference, variant, raw["head_dim"] if "head_dim" in raw else 20)
+        raw["rope_parameters"] = _rope(reference, variant, raw.get("head_dim", 20))
     if variant == "mha":
         raw["tie_word_embeddings"] = not defaults["tie_word_embeddings"]
     for name in ("layer_types", "mlp_only_layers"):

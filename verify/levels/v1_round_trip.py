@@ -177,7 +177,7 @@ def _semantic(lab: Lab, theirs: dict[str, Any], ours: dict[str, Any]) -> list[st
 
 
 DERIVED = frozenset({"max_window_layers", "decoder_sparse_step", "mlp_only_layers", "_sliding_window_pattern"})
-"""Shorthands for a list of layers: an export may spell the same layers otherwise. V1 holds the layers themselves equal."""
+"""Shorthands for a list of layers, which an export may spell otherwise; the layers themselves must be equal."""
 
 
 def _architecture(lab: Lab, case: str) -> Outcome:
@@ -201,7 +201,7 @@ def _stream(lab: Lab, case: str) -> Outcome:
 
 
 def plan(lab: Lab) -> list[Check]:
-    """One check for each tensor in Hugging Face's files, then the whole of each config; raw bfloat16 bits for the first."""
+    """One check for each tensor in Hugging Face's files, then each config as a whole; bfloat16 bits for the first."""
     checks = []
     for case in lab.cases:
         checks += [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.models import Decoder
-from bestiary.verify.checks import Check, Outcome, Replay, failed, holds, judged, passed
+from bestiary.verify.checks import Check, Outcome, Replay, failed, holds, judged
 from bestiary.verify.delegation import delegates, isolated_logits
 from bestiary.verify.lab import Lab, count_layers
 from bestiary.verify.localise import ModuleMap, Pair, layer_of, pairs, trace_ours
@@ -120,11 +120,7 @@ def _isolated(lab: Lab, case: str) -> Outcome:
 
 
 def _finite(lab: Lab, case: str) -> Outcome:
-    return (
-        passed()
-        if bool(torch.isfinite(_logits(lab, case)).all())
-        else failed(Exit.NUMERIC, "our logits are not finite")
-    )
+    return holds(bool(torch.isfinite(_logits(lab, case)).all()), Exit.NUMERIC, "our logits are not finite")
 
 
 def plan(lab: Lab) -> list[Check]:
