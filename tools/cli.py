@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
-USAGE_ERROR = 7  # exit codes are those of `verify-bridge`
+from bestiary.tools.arguments import USAGE_ERROR, write_json
 
 DESCRIPTION = """\
 A model zoo for LLM post-training: list its families, export checkpoints.
@@ -79,23 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         payload = args.run(args)
     except BestiaryError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        _write_json(
-            args,
-            {
-                "exit_code": error.exit_code,
-                "error": {
-                    "type": type(error).__name__,
-                    "what": error.what,
-                    "read_from": error.read_from,
-                    "remedy": error.remedy,
-                },
-            },
-        )
+        told = {name: getattr(error, name) for name in ("what", "read_from", "remedy")}
+        _write(args, {"exit_code": error.exit_code, "error": {"type": type(error).__name__, **told}})
         return error.exit_code
     except OSError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return USAGE_ERROR
-    _write_json(args, {"exit_code": 0, **payload})
+    _write(args, {"exit_code": 0, **payload})
     return 0
 
 
@@ -111,14 +99,8 @@ def _add_command(commands: Any, name: str, what: str, examples: str) -> argparse
     return command
 
 
-def _write_json(args: argparse.Namespace, payload: dict[str, Any]) -> None:
-    if args.json is None:
-        return
-    text = json.dumps({"schema": f"bestiary.{args.command}/1", **payload}, indent=2) + "\n"
-    if args.json == "-":
-        sys.stdout.write(text)
-    else:
-        Path(args.json).write_text(text, encoding="utf-8")
+def _write(args: argparse.Namespace, payload: dict[str, Any]) -> None:
+    write_json(args.json, {"schema": f"bestiary.{args.command}/1", **payload})
 
 
 def _say(args: argparse.Namespace, line: str) -> None:
