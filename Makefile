@@ -50,7 +50,7 @@ bench: .venv/.stamp-dev ## benchmarks of ours against the reference, in one run 
 	$(BIN)/python -m bestiary.tools.bench.head --json out/bench-head.json
 
 lint: .venv/.stamp-dev ## ruff, import-linter, and mypy on an installed wheel
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --output-format concise .
 	$(BIN)/lint-imports
 	rm -rf build $(WHEEL)
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-compile --target $(WHEEL) .
