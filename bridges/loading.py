@@ -21,7 +21,6 @@ from bestiary.bridges.errors import (
     UnsupportedModelType,
 )
 from bestiary.bridges.hub import CONFIG, GENERATION, resolve
-from bestiary.bridges.memory import advise_huge_pages
 from bestiary.bridges.mxfp4 import dequantize
 from bestiary.bridges.peft_import import read_adapter
 from bestiary.bridges.pieces import HubTensor, Piece
@@ -110,8 +109,6 @@ def fill(model: Decoder, source: TensorSource, plan: Plan) -> None:
         KeyMismatch: an element was written twice or not at all (a bug of a rule, caught here).
     """
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for parameter in parameters.values():
-        advise_huge_pages(parameter)
     tasks = sorted(_tasks(source, plan), key=lambda task: _position(source, task[0].hub, task[1]))
     written: Counter[str] = Counter()
     with ThreadPoolExecutor(_READERS) as pool:
