@@ -7,7 +7,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
 
 from bestiary.bridges.errors import UnsupportedConfig, UnsupportedModelType
 from bestiary.kernels.errors import BestiaryError
@@ -15,15 +17,31 @@ from bestiary.verify.gates import Gate
 from bestiary.verify.inputs import Inputs
 from bestiary.verify.verdict import Exit, Finding, Level, Status, Worst
 
+if TYPE_CHECKING:
+    from bestiary.verify.reference import Reference
+
 MAX_FINDINGS = 200
 
 
 @dataclass(frozen=True)
+class Question:
+    """What a check asked that one plain forward does not answer: how to put it to a reference, and what ours said."""
+
+    reference: Reference
+    ask: Callable[[Reference], Tensor]
+    ours: Tensor
+
+
+@dataclass(frozen=True)
 class Replay:
-    """Where a failure can be looked at again: a tiny config and inputs of both sides."""
+    """Where a failure can be looked at again: a tiny config and inputs of both sides.
+
+    With a `question` it can be asked again, but one forward of each side on `inputs` does not show the failure.
+    """
 
     case: str
     inputs: Inputs
+    question: Question | None = None
 
 
 @dataclass(frozen=True)

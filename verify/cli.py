@@ -130,6 +130,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _verdicts(args: argparse.Namespace) -> list[Verdict]:
     from bestiary.bridges import registered_bridges
     from bestiary.verify.gates import Gates
+    from bestiary.verify.hypotheses import explain
     from bestiary.verify.run import run
 
     gates = Gates().tightened(args.tighten)
@@ -156,6 +157,7 @@ def _verdicts(args: argparse.Namespace) -> list[Verdict]:
                 keep_going=args.keep_going,
                 isolate=args.all or args.isolate,
                 cases=_cases(args.config),
+                explain=explain,
                 progress=progress,
             )
         )

@@ -46,10 +46,13 @@ class BadUsage(BestiaryError):
 
 @dataclass(frozen=True)
 class Evidence:
-    """What an explanation of a failure starts from: the bench, the first divergence, and where to look again."""
+    """What an explanation of a failure starts from: the bench, the first divergence, and where to look again.
+
+    `divergence` is None where a plain forward of both sides agrees: a loss, a gradient, a cache or fp32 is wrong.
+    """
 
     lab: Lab
-    divergence: Divergence
+    divergence: Divergence | None
     replay: Replay
     level: str
 
@@ -279,19 +282,18 @@ def _explain(
         model = lab.model(where.case)
     except Exception:  # noqa: BLE001 - a model that cannot be built has no first divergence; the findings say why
         return None, []
-    reference = lab.hf(where.case)
-    divergence = localise(
-        model,
-        reference.trace(where.inputs),
-        lab.ours.current.module_map,
-        where.inputs,
-        case=where.case,
-        layer_types=lab.layer_types(where.case),
-        dense_layers=lab.dense_layers(where.case),
-    )
-    if divergence is None or explain is None:
-        return divergence, []
-    return divergence, explain(Evidence(lab, divergence, where, level))
+    divergence = None
+    if where.question is None:
+        divergence = localise(
+            model,
+            lab.hf(where.case).trace(where.inputs),
+            lab.ours.current.module_map,
+            where.inputs,
+            case=where.case,
+            layer_types=lab.layer_types(where.case),
+            dense_layers=lab.dense_layers(where.case),
+        )
+    return divergence, [] if explain is None else explain(Evidence(lab, divergence, where, level))
 
 
 def _repro(lab: Lab, levels: Sequence[Level], divergence: Divergence | None) -> str | None:

@@ -94,7 +94,7 @@ class OurSide(_Side[Decoder]):
     def build(self, raw: Raw, hub: Mapping[str, Tensor], dtype: torch.dtype) -> Decoder:
         """Our model of a config.json with the weights of a state dict, in eval mode; NaN where nothing was written."""
         plan = self.plan(raw, hub)
-        model = self.current.decoder(self.decoder_config(raw), dtype=dtype, device="cpu")
+        model = self.current.decoder(self.decoder_config(raw), dtype=dtype, device="meta").to_empty(device="cpu")
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(torch.nan)

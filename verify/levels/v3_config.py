@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -35,17 +36,13 @@ def probes(lab: Lab, field: str) -> list[Inputs]:
     return inputs
 
 
-def _ours(lab: Lab, raw: Raw, inputs: Inputs, *, train: bool = False) -> dict[str, Tensor]:
+def _ours(lab: Lab, raw: Raw, inputs: Sequence[Inputs], *, train: bool = False) -> list[dict[str, Tensor]]:
     """Our logits and loss on a config, with the weights that Hugging Face has there."""
     model = lab.ours.build(raw, lab.state(raw), torch.float64)
     model.train(train)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        return dict(model(**inputs.kwargs(), return_logits=True))
-
-
-def _base(lab: Lab, raw: Raw, inputs: Inputs) -> dict[str, Tensor]:
-    return lab.once(("v3 base", str(sorted(raw.items(), key=str)), inputs.key), lambda: _ours(lab, raw, inputs))
+        return [dict(model(**one.kwargs(), return_logits=True)) for one in inputs]
 
 
 def _note(lab: Lab, variant: Variant, kind: Kind, answer: Answer, note: str = "") -> None:
@@ -87,27 +84,28 @@ def _compare(lab: Lab, variant: Variant) -> Outcome:
         return failed(Exit.CONFIG, f"{variant.id} is accepted, and Hugging Face cannot run it ({remark})")
     if kind is Kind.TRAIN:
         return _compare_in_train_mode(lab, variant, inputs[0])
-    figures, moved = [], 0.0
-    for one in inputs:
-        theirs = lab.reference_of(variant.raw).output(one)
-        ours = _ours(lab, variant.raw, one)
-        figures.append(change(ours, theirs))
-        if kind is not Kind.SHAPE:
-            moved = max(moved, change(ours, _base(lab, variant.against, one)))
-    worst = max(figures)
+    ours = _ours(lab, variant.raw, inputs)
+    theirs = [lab.reference_of(variant.raw).output(one) for one in inputs]
+    worst = max(change(a, b) for a, b in zip(ours, theirs, strict=True))
     if lab.gates["V3"].holds(worst):
         _note(lab, variant, kind, "equal", remark)
         return judged(worst, lab.gates["V3"])
-    ignored = kind is Kind.LIVE and moved <= gates.MOVED
+    ignored = kind is Kind.LIVE and _unmoved(lab, variant, inputs, ours)
     _note(lab, variant, kind, "ignored" if ignored else "different", f"{worst:.1e} from Hugging Face")
     if ignored:
         return failed(Exit.CONFIG, f"{variant.id} moves Hugging Face and not ours: the bridge ignores it")
     return judged(worst, lab.gates["V3"], detail=f"{variant.id} is {kind.value}")
 
 
+def _unmoved(lab: Lab, variant: Variant, inputs: Sequence[Inputs], ours: Sequence[dict[str, Tensor]]) -> bool:
+    """Whether our outputs on a variant are those on the config it varies."""
+    before = _ours(lab, variant.against, inputs)
+    return max(change(a, b) for a, b in zip(ours, before, strict=True)) <= gates.MOVED
+
+
 def _compare_in_train_mode(lab: Lab, variant: Variant, inputs: Inputs) -> Outcome:
-    moved = change(_ours(lab, variant.raw, inputs, train=True), _ours(lab, variant.against, inputs, train=True))
-    live = moved > gates.MOVED
+    (ours,), (before,) = (_ours(lab, raw, [inputs], train=True) for raw in (variant.raw, variant.against))
+    live = change(ours, before) > gates.MOVED
     _note(lab, variant, Kind.TRAIN, "moved" if live else "ignored")
     return holds(live, Exit.CONFIG, f"{variant.id} acts in Hugging Face's train mode and not in ours")
 

@@ -22,7 +22,7 @@ Gradients = dict[str, Tensor | None]
 EMBEDS = "inputs_embeds"
 
 
-def _our_loss(model: Decoder, inputs: Inputs) -> dict[str, Any]:
+def our_loss(model: Decoder, inputs: Inputs) -> dict[str, Any]:
     """The model's own loss, router loss included where the config asks for it."""
     return dict(model(**inputs.kwargs()))
 
@@ -38,10 +38,10 @@ def _loss_through_logits(model: Decoder, inputs: Inputs) -> dict[str, Any]:
     return {**output, "loss": loss}
 
 
-def _backward(
+def backward(
     model: Decoder, inputs: Inputs, loss: Callable[[Decoder, Inputs], dict[str, Any]]
 ) -> tuple[dict[str, Any], Gradients]:
-    """Output and gradients of ours, `inputs_embeds` tapped behind the embedding."""
+    """Output and gradients of ours, `inputs_embeds` tapped behind the embedding; `loss` gives the output."""
     taps: list[Tensor] = []
 
     def tap(_module: Any, _args: Any, output: Tensor) -> None:
@@ -62,7 +62,7 @@ def _backward(
 
 
 def _ours(lab: Lab, case: str) -> tuple[dict[str, Any], Gradients]:
-    return lab.once(("gradients", case), lambda: _backward(lab.model(case), lab.probe(case), _our_loss))
+    return lab.once(("gradients", case), lambda: backward(lab.model(case), lab.probe(case), our_loss))
 
 
 def _theirs(lab: Lab, case: str, inputs: Inputs) -> tuple[dict[str, Any], Gradients]:
@@ -126,7 +126,7 @@ def _value(lab: Lab, case: str, field: str) -> Outcome:
 
 def _all(lab: Lab, case: str, inputs: Inputs, loss: Callable[[Decoder, Inputs], dict[str, Any]]) -> Outcome:
     """The worst gradient of all parameters, of a path or input beside the main one."""
-    output, ours = _backward(lab.model(case), inputs, loss)
+    output, ours = backward(lab.model(case), inputs, loss)
     reference, theirs = _theirs(lab, case, inputs)
     figures = {"loss": float((output["loss"] - reference["loss"]).abs() / reference["loss"].abs())}
     for name, a in ours.items():
@@ -143,7 +143,7 @@ def _checkpointed(lab: Lab, case: str) -> Outcome:
     model = lab.model(case)
     model.activation_checkpointing_enable()
     try:
-        return _all(lab, case, lab.probe(case), _our_loss)
+        return _all(lab, case, lab.probe(case), our_loss)
     finally:
         model.gradient_checkpointing_disable()
 
@@ -153,7 +153,7 @@ def _padded(lab: Lab, case: str) -> Outcome:
     mask = torch.ones_like(inputs.input_ids)
     for row in range(mask.shape[0]):
         mask[row, mask.shape[1] - 7 * row :] = 0
-    return _all(lab, case, Inputs(inputs.input_ids, attention_mask=mask).with_labels(), _our_loss)
+    return _all(lab, case, Inputs(inputs.input_ids, attention_mask=mask).with_labels(), our_loss)
 
 
 def plan(lab: Lab) -> list[Check]:

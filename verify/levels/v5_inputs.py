@@ -6,7 +6,7 @@ and ignored in others. Padding positions are never compared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from bestiary.models import Cache
-from bestiary.verify.checks import Check, Outcome, Replay, judged
+from bestiary.verify.checks import Check, Outcome, Question, Replay, judged
 from bestiary.verify.inputs import Inputs
 from bestiary.verify.lab import Lab
 from bestiary.verify.measure import max_over_std
+from bestiary.verify.reference import Reference
 from bestiary.verify.tiny import ORIGINAL_CONTEXT, WINDOW
 
 CASES = ("base", "mha")
@@ -45,6 +46,11 @@ def _ours(lab: Lab, case: str, inputs: Inputs, **extra: Any) -> Tensor:
 
 def _judge(lab: Lab, ours: Tensor, theirs: Tensor, replay: Replay | None = None, detail: str = "") -> Outcome:
     return judged(max_over_std(ours, theirs), lab.gates["V5"], detail=detail, replay=replay)
+
+
+def _asked(lab: Lab, case: str, inputs: Inputs, ours: Tensor, ask: Callable[[Reference], Tensor]) -> Replay:
+    """A failure that is seen again by asking the reference `ask`."""
+    return Replay(case, inputs, Question(lab.hf(case), ask, ours))
 
 
 def _same(lab: Lab, case: str, inputs: Inputs) -> Outcome:
@@ -145,7 +151,8 @@ def _packed(lab: Lab, case: str, batch: int = 1) -> tuple[Inputs, list[Tensor]]:
 def _packed_positions(lab: Lab, case: str, batch: int) -> Outcome:
     inputs, documents = _packed(lab, case, batch)
     ours = _ours(lab, case, inputs).flatten(0, 1)
-    return _judge(lab, ours, _alone(lab, case, documents))
+    replay = _asked(lab, case, inputs, ours, lambda reference: reference.logits(inputs).flatten(0, 1))
+    return _judge(lab, ours, _alone(lab, case, documents), replay)
 
 
 def _packed_borders(lab: Lab, case: str) -> Outcome:
@@ -195,9 +202,8 @@ def _decoded(lab: Lab, case: str, ids: Tensor, chunks: Sequence[int], mask: Tens
     return torch.cat(found, dim=1)
 
 
-def _hf_decoded(lab: Lab, case: str, ids: Tensor, chunks: Sequence[int]) -> Tensor:
+def _hf_decoded(reference: Reference, ids: Tensor, chunks: Sequence[int]) -> Tensor:
     """Hugging Face's logits of `ids` fed in `chunks` through its own cache."""
-    reference = lab.hf(case)
     cache, found, start = None, [], 0
     for count in chunks:
         output = reference.call(Inputs(ids[:, start : start + count]), past_key_values=cache, use_cache=True)
@@ -221,7 +227,8 @@ def _cached(lab: Lab, case: str, kind: str) -> Outcome:
     chunks = _chunks(_window(lab, case), kind)
     inputs = lab.inputs(lab.cases[case], batch=2, length=sum(chunks), salt=7)
     ours = _decoded(lab, case, inputs.input_ids, chunks)
-    return _judge(lab, ours, lab.hf(case).logits(inputs))
+    replay = _asked(lab, case, inputs, ours, lambda reference: _hf_decoded(reference, inputs.input_ids, chunks))
+    return _judge(lab, ours, lab.hf(case).logits(inputs), replay)
 
 
 def _cached_against_ours(lab: Lab, case: str) -> Outcome:
@@ -233,7 +240,7 @@ def _cached_against_ours(lab: Lab, case: str) -> Outcome:
 def _cached_on_both(lab: Lab, case: str) -> Outcome:
     chunks = _chunks(_window(lab, case), "steps")
     ids = lab.inputs(lab.cases[case], batch=1, length=sum(chunks), salt=8).input_ids
-    return _judge(lab, _decoded(lab, case, ids, chunks), _hf_decoded(lab, case, ids, chunks))
+    return _judge(lab, _decoded(lab, case, ids, chunks), _hf_decoded(lab.hf(case), ids, chunks))
 
 
 def _cached_padded(lab: Lab, case: str) -> Outcome:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from bestiary.verify import gates
 from bestiary.verify.activity import router_margin
-from bestiary.verify.checks import Check, Outcome, holds, judged
+from bestiary.verify.checks import Check, Outcome, Question, Replay, holds, judged
 from bestiary.verify.inputs import Inputs
 from bestiary.verify.lab import Lab
 from bestiary.verify.measure import max_over_std, relative_rms
+from bestiary.verify.reference import Reference
 from bestiary.verify.verdict import Exit
 
 ATTEMPTS = 8
@@ -41,12 +42,21 @@ def _inputs(lab: Lab, case: str) -> Inputs:
     return lab.probe(case)
 
 
+def _reference(lab: Lab, case: str) -> Reference:
+    return lab.reference_of(lab.cases[case], seed=_seed(lab, case), dtype=torch.float32)
+
+
+def _replay(lab: Lab, case: str) -> Replay:
+    inputs = _inputs(lab, case)
+    question = Question(_reference(lab, case), lambda reference: reference.logits(inputs), _logits(lab, case)[0])
+    return Replay(case, inputs, question)
+
+
 def _logits(lab: Lab, case: str) -> tuple[Tensor, Tensor]:
     """Ours and Hugging Face's, both computed in float32."""
 
     def run() -> tuple[Tensor, Tensor]:
-        raw, inputs = lab.cases[case], _inputs(lab, case)
-        reference = lab.reference_of(raw, seed=_seed(lab, case), dtype=torch.float32)
+        raw, inputs, reference = lab.cases[case], _inputs(lab, case), _reference(lab, case)
         model = lab.ours.build(raw, reference.state(), torch.float32)
         with torch.no_grad():
             ours: Tensor = model(**inputs.kwargs(), return_logits=True)["logits"]
@@ -56,11 +66,11 @@ def _logits(lab: Lab, case: str) -> tuple[Tensor, Tensor]:
 
 
 def _rms(lab: Lab, case: str) -> Outcome:
-    return judged(relative_rms(*_logits(lab, case)), lab.gates["V6.rms"])
+    return judged(relative_rms(*_logits(lab, case)), lab.gates["V6.rms"], replay=_replay(lab, case))
 
 
 def _max(lab: Lab, case: str) -> Outcome:
-    return judged(max_over_std(*_logits(lab, case)), lab.gates["V6.max"])
+    return judged(max_over_std(*_logits(lab, case)), lab.gates["V6.max"], replay=_replay(lab, case))
 
 
 def _dtypes(lab: Lab, case: str) -> Outcome:
