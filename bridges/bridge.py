@@ -53,7 +53,8 @@ class Bridge:
         config_from_hf, config_to_hf: the architecture from the fields of a config.json, and back in v5 spelling.
         rules: which hub tensors each parameter is made of.
         module_map: our module pattern to the reference's, where they differ.
-        kill_list: ids of the planted bugs (`bestiary.verify.planted`) that this family's self-test must kill.
+        kill_list: ids of planted bugs (`bestiary.verify.planted`), as globs; each match breaks something that the
+            family has, so its self-test must run and kill it.
         namings: the prefixes under which checkpoints hold the model; the first one is written.
     Raises:
         InvalidRules: the rules are not one to one.

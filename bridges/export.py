@@ -213,9 +213,9 @@ def _splice(bridge: Bridge, model: Decoder, original: Path, target: Path, *, ove
     parsed = bridge.parse(read_config(original), source=str(original / CONFIG))
     changed = _differences(parsed.decoder, model.decoder_config)
     if changed:
-        theirs, ours = _values(parsed.decoder, changed), _values(model.decoder_config, changed)
+        asked, has = _values(parsed.decoder, changed), _values(model.decoder_config, changed)
         raise UnsupportedLoad(
-            f"{original} says {theirs}, the model has {ours}.",
+            f"{original} says {asked}, the model has {has}.",
             remedy="splice into the checkpoint the model was loaded from",
         )
     with SafetensorsSource(original) as source, staged(target, overwrite=overwrite) as folder:

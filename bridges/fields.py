@@ -14,7 +14,7 @@ import torch
 
 from bestiary.bridges.errors import UnsupportedConfig
 from bestiary.bridges.rope import rope_from_hf
-from bestiary.models.config import LayerType, Rope
+from bestiary.models.config import DecoderConfig, LayerType, Rope
 
 T = TypeVar("T")
 E = TypeVar("E", bound=StrEnum)
@@ -288,7 +288,7 @@ class HFFields:
 
     def _typed(self, name: str, value: Any, kind: type[T]) -> T:
         if kind is float and type(value) is int:
-            return kind(value)
+            value = float(value)
         if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
             return value
         raise self.unsupported(name, f"is not of type {kind.__name__}.", remedy="correct the config", value=value)
@@ -300,3 +300,21 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+
+
+def usual_fields(config: DecoderConfig) -> dict[str, Any]:
+    """The fields that every decoder of transformers spells alike; a family's `config_to_hf` adds its own."""
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.attention.num_heads,
+        "num_key_value_heads": config.attention.num_kv_heads,
+        "head_dim": config.attention.head_dim,
+        "attention_bias": config.attention.qkv_bias,
+        "rms_norm_eps": config.norm.eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "max_position_embeddings": config.max_position_embeddings,
+        "initializer_range": config.initializer_range,
+    }

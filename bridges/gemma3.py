@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bestiary.bridges.bridge import Bridge
-from bestiary.bridges.fields import HFFields
+from bestiary.bridges.fields import HFFields, usual_fields
 from bestiary.bridges.plan import PLAIN, Naming
 from bestiary.bridges.rope import rope_to_hf
 from bestiary.bridges.rules import ignore, rename, tie
@@ -116,26 +116,14 @@ def _text_config(hf: HFFields) -> DecoderConfig:
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The fields of Gemma3TextConfig that describe `config`."""
     sliding = config.rope if config.sliding_rope is None else config.sliding_rope
-    return {
+    return usual_fields(config) | {
         "model_type": "gemma3_text",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.attention.num_heads,
-        "num_key_value_heads": config.attention.num_kv_heads,
-        "head_dim": config.attention.head_dim,
         "query_pre_attn_scalar": round(config.attention.scale**-2),
-        "attention_bias": config.attention.qkv_bias,
-        "rms_norm_eps": config.norm.eps,
         "rope_parameters": {"full_attention": rope_to_hf(config.rope), "sliding_attention": rope_to_hf(sliding)},
         "layer_types": list(config.layer_types),
         "sliding_window": config.sliding_window,
         "hidden_activation": config.activation,
-        "tie_word_embeddings": config.tie_word_embeddings,
         "final_logit_softcapping": config.final_logit_softcap,
-        "max_position_embeddings": config.max_position_embeddings,
-        "initializer_range": config.initializer_range,
     }
 
 
@@ -147,5 +135,5 @@ BRIDGE = Bridge(
     config_to_hf=config_to_hf,
     rules=RULES,
     namings=NAMINGS,
-    kill_list=(),
+    kill_list=("G*", "C11a*"),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from bestiary.bridges.bridge import Bridge
-from bestiary.bridges.fields import HFFields
+from bestiary.bridges.fields import HFFields, usual_fields
 from bestiary.bridges.rope import rope_to_hf
 from bestiary.bridges.rules import deinterleave, layouts, mxfp4, rename, tie, transpose
 from bestiary.models import GptOss
@@ -111,17 +111,8 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     moe = config.moe
     assert moe is not None
     assert moe.clamp is not None
-    return {
+    return usual_fields(config) | {
         "model_type": "gpt_oss",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": moe.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.attention.num_heads,
-        "num_key_value_heads": config.attention.num_kv_heads,
-        "head_dim": config.attention.head_dim,
-        "attention_bias": config.attention.qkv_bias,
-        "rms_norm_eps": config.norm.eps,
         "rope_parameters": rope_to_hf(config.rope),
         "layer_types": list(config.layer_types),
         "sliding_window": config.sliding_window,
@@ -129,9 +120,6 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "num_experts_per_tok": moe.router.top_k,
         "swiglu_alpha": moe.clamp.alpha,
         "swiglu_limit": moe.clamp.limit,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "max_position_embeddings": config.max_position_embeddings,
-        "initializer_range": config.initializer_range,
         "router_aux_loss_coef": config.router_aux_loss_coef,
         "output_router_logits": config.output_router_logits,
     }
@@ -145,5 +133,5 @@ BRIDGE = Bridge(
     config_to_hf=config_to_hf,
     rules=RULES,
     module_map={"model.layers.*.mlp.gate": "model.layers.*.mlp.router"},
-    kill_list=(),
+    kill_list=("O*", "G22*", "T47d*"),
 )

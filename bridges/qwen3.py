@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bestiary.bridges.bridge import Bridge
-from bestiary.bridges.fields import HFFields
+from bestiary.bridges.fields import HFFields, usual_fields
 from bestiary.bridges.rope import rope_to_hf
 from bestiary.bridges.rules import ignore, rename, tie
 from bestiary.models import Qwen3
@@ -64,25 +64,13 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The fields of Qwen3Config that describe `config`."""
-    return {
+    return usual_fields(config) | {
         "model_type": "qwen3",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.attention.num_heads,
-        "num_key_value_heads": config.attention.num_kv_heads,
-        "head_dim": config.attention.head_dim,
-        "attention_bias": config.attention.qkv_bias,
-        "rms_norm_eps": config.norm.eps,
         "rope_parameters": rope_to_hf(config.rope),
         "layer_types": list(config.layer_types),
         "use_sliding_window": config.sliding_window is not None,
         "sliding_window": config.sliding_window,
         "hidden_act": config.activation,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "max_position_embeddings": config.max_position_embeddings,
-        "initializer_range": config.initializer_range,
     }
 
 
@@ -93,5 +81,5 @@ BRIDGE = Bridge(
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
     rules=RULES,
-    kill_list=(),
+    kill_list=("Q*", "C02*", "C03*", "C05*", "C13*", "G22a*"),
 )

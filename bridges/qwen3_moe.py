@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bestiary.bridges.bridge import Bridge
-from bestiary.bridges.fields import HFFields
+from bestiary.bridges.fields import HFFields, usual_fields
 from bestiary.bridges.rope import rope_to_hf
 from bestiary.bridges.rules import concat, layouts, rename, stack, tie
 from bestiary.models import Qwen3MoE
@@ -102,17 +102,8 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The fields of Qwen3MoeConfig that describe `config`."""
     moe = config.moe
     assert moe is not None
-    return {
+    return usual_fields(config) | {
         "model_type": "qwen3_moe",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.attention.num_heads,
-        "num_key_value_heads": config.attention.num_kv_heads,
-        "head_dim": config.attention.head_dim,
-        "attention_bias": config.attention.qkv_bias,
-        "rms_norm_eps": config.norm.eps,
         "rope_parameters": rope_to_hf(config.rope),
         "use_sliding_window": config.sliding_window is not None,
         "sliding_window": config.sliding_window,
@@ -124,9 +115,6 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "norm_topk_prob": moe.router.normalize,
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(config.dense_layers),
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "max_position_embeddings": config.max_position_embeddings,
-        "initializer_range": config.initializer_range,
         "router_aux_loss_coef": config.router_aux_loss_coef,
         "output_router_logits": config.output_router_logits,
     }
@@ -139,5 +127,5 @@ BRIDGE = Bridge(
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
     rules=RULES,
-    kill_list=(),
+    kill_list=("M*", "Q*", "T46d*", "T46e*", "T47c*"),
 )

@@ -63,8 +63,13 @@ class TensorInfo:
 class TensorSource(Protocol):
     """Tensors by name, read in rows of axis 0."""
 
-    infos: Mapping[str, TensorInfo]
-    name: str
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Shape, dtype and place of each tensor."""
+
+    @property
+    def name(self) -> str:
+        """What to call the source in messages."""
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out` (contiguous, CPU, of the stored dtype) with the rows from `start` on."""
@@ -131,7 +136,7 @@ class SafetensorsSource:
         info = self.infos[name]
         if not out.numel():
             return
-        memory = memoryview(out.reshape(-1).view(torch.uint8).numpy())
+        memory = out.reshape(-1).view(torch.uint8).numpy().data
         offset = info.offset + start * info.row_bytes
         while memory:
             count = os.preadv(self._descriptors[info.file], [memory], offset)

@@ -87,7 +87,7 @@ def write_file(path: Path, entries: Iterable[Entry], supply: Callable[[str], Ten
                     remedy="report this: the export plan and the tensors disagree",
                 )
             if tensor.numel():
-                file.write(memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+                file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
