@@ -17,7 +17,7 @@ LAYOUT_VERSION = "0.19.1"  # the oldest peft that reads what we write; before 0.
 
 _REMEDY = "merge the adapter with PEFT (merge_and_unload, save_pretrained) and load the full checkpoint"
 _ANY = None
-_OFF = (None, False, (), [], {})
+_OFF: tuple[Any, ...] = (None, False, (), [], {})
 _WHICH = "the tensors themselves say which modules carry an adapter"
 _START = "start values; the stored ones replace them"
 _VARIANTS = (

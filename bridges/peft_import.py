@@ -188,20 +188,22 @@ def load_adapter(bridge: Bridge, model: Decoder, src: str | Path, *, revision: s
     """
     found = read_adapter(bridge, model.decoder_config, src, revision=revision)
     wanted = model.decoder_config.with_(lora=found.lora)
-    ours, theirs = {}, {}
-    for site in sites(model):
-        for described, lora in ((ours, site.adapter and site.adapter.config), (theirs, adapter(wanted, site.name))):
-            described[site.name] = None if lora is None else (lora.r, lora.scaling)
-    differing = [name for name in ours if ours[name] != theirs[name]]
+    theirs = {name: adapter(wanted, name) for name in (part.place.site.name for part in found.parts)}
+    ours = {site.name: site.adapter.config for site in sites(model) if site.adapter is not None}
+    differing = [n for n in theirs.keys() | ours.keys() if _described(theirs.get(n)) != _described(ours.get(n))]
     if differing:
-        name = differing[0]
+        name = min(differing)
         raise UnsupportedAdapter(
-            f"{name} has (r, scaling) = {theirs[name]} in the adapter and {ours[name]} in the model "
+            f"{name} has {_described(theirs.get(name))} in the adapter and {_described(ours.get(name))} in the model "
             f"({len(differing)} differ in all).",
             read_from=str(found.folder),
             remedy="adapters are built in before construction: from_pretrained(base, lora=adapter_folder)",
         )
     found.fill(model)
+
+
+def _described(lora: LoRAConfig | None) -> str:
+    return "no adapter" if lora is None else f"r = {lora.r}, scaling = {lora.scaling}"
 
 
 def _lora_config(
