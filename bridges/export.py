@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bestiary.bridges.errors import ConfigChanged, FolderNotEmpty, UnsupportedAdapter, UnsupportedLoad
+from bestiary.bridges.errors import ConfigChanged, FolderNotEmpty, KeyMismatch, UnsupportedAdapter, UnsupportedLoad
 from bestiary.bridges.hub import CONFIG, GENERATION
 from bestiary.bridges.loading import read_config
 from bestiary.bridges.peft import save_adapter
@@ -56,9 +56,9 @@ def save_decoder(
     target = Path(path)
     if model.decoder_config.lora is not None and not merge:
         return _save_adapter(bridge, model, target, overwrite=overwrite, into=into)
-    tensors = _Tensors(bridge.plan_export(model.decoder_config), model)
     if into is not None:
         return _splice(bridge, model, Path(into), target, overwrite=overwrite)
+    tensors = _tensors(bridge, model, bridge.plan_export(model.decoder_config))
     config = _config_to_write(bridge, model)
     with staged(target, overwrite=overwrite) as folder:
         write_checkpoint(folder, tensors.entries, tensors.supply, max_shard_size=max_shard_size)
@@ -91,9 +91,26 @@ def named_hf_tensors(bridge: Bridge, model: Decoder, *, merge_lora: bool = True)
     Args:
         merge_lora: add the adapters, out of place; False gives the base weights.
     """
-    tensors = _Tensors(bridge.plan_export(model.decoder_config), model, merge=merge_lora)
+    tensors = _tensors(bridge, model, bridge.plan_export(model.decoder_config), merge=merge_lora)
     for entry in tensors.entries:
         yield entry.name, tensors.supply(entry.name)
+
+
+def _tensors(bridge: Bridge, model: Decoder, plan: Plan, *, merge: bool = True) -> _Tensors:
+    """The tensors of `model` under `plan`, refused where the model is not what its config describes."""
+    expected = bridge.parameters(model.decoder_config)
+    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shared = expected.keys() & found.keys()
+    differing = [f"{n} {found[n]}, expected {expected[n]}" for n in found if n in shared and found[n] != expected[n]]
+    if differing or expected.keys() != found.keys():
+        raise KeyMismatch(
+            missing=[name for name in expected if name not in found],
+            extra=[name for name in found if name not in expected],
+            mismatched=differing,
+            read_from="the model, against its decoder_config",
+            remedy="a replaced or untied module has no hub name: save model.state_dict(), or restore the module",
+        )
+    return _Tensors(plan, model, merge=merge)
 
 
 class _Tensors:
@@ -222,7 +239,7 @@ def _splice(bridge: Bridge, model: Decoder, original: Path, target: Path, *, ove
         plan = bridge.plan_import(
             model.decoder_config, source.infos, quantization=parsed.quantization, read_from=str(original)
         )
-        ours = _Tensors(plan, model)
+        ours = _tensors(bridge, model, plan)
         _check_dtypes(ours.entries, source, original)
         supply = _spliced(ours, source, plan)
         for position, file in enumerate(source.files):

@@ -26,7 +26,16 @@ from bestiary.bridges.errors import (
 )
 from bestiary.bridges.storage import SINGLE
 from bestiary.kernels.errors import BestiaryError
-from bestiary.models import AutoDecoder, Decoder, Gemma3, GptOss, LoRAConfig, Qwen3
+from bestiary.models import (
+    AutoDecoder,
+    Decoder,
+    Gemma3,
+    GptOss,
+    LoRAConfig,
+    Qwen3,
+    replace_modules,
+    resize_token_embeddings,
+)
 from bestiary.models.errors import InvalidConfig
 
 from .checkpoints import FAMILIES, edit_json, reference_model, reload, tiny_config
@@ -440,6 +449,34 @@ def test_splicing_refuses_an_original_of_another_shape_or_dtype(saved: Callable[
     with pytest.raises(FolderNotEmpty, match="the original itself"):
         model.save_pretrained(other, into=other, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_resized_model_exports_its_new_size(tmp_path: Path, tied: bool) -> None:
+    reference_model(tiny_config("gemma3_text", tie_word_embeddings=tied)).save_pretrained(tmp_path / "hf")
+    model = AutoDecoder.from_pretrained(tmp_path / "hf")
+    resize_token_embeddings(model, 1010)
+    again = reload(model.save_pretrained(tmp_path / "out"))
+    assert again.config.vocab_size == 1010
+    assert again.get_input_embeddings().weight.shape == (1010, 80)
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_model_that_is_not_its_config_is_not_exported(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    model = AutoDecoder.from_pretrained(saved("qwen3"))
+    replace_modules(model, "model.layers.1.mlp", lambda name, old: torch.nn.Linear(80, 80))
+    with pytest.raises(KeyMismatch) as caught:
+        model.save_pretrained(tmp_path / "out")
+    assert "model.layers.1.mlp.weight" in caught.value.extra
+    assert "model.layers.1.mlp.up_proj.weight" in caught.value.missing
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_head_untied_behind_the_configs_back_is_not_exported(tied: Path, tmp_path: Path) -> None:
+    model = AutoDecoder.from_pretrained(tied)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    with pytest.raises(KeyMismatch, match=r"lm_head\.weight"):
+        model.save_pretrained(tmp_path / "out")
 
 
 def test_a_fresh_model_exports(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -214,3 +215,34 @@ def test_multimodal_weights_are_spliced_into_a_copy(multimodal: Path, tmp_path: 
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
     with SafetensorsSource(out) as source:
         assert len(source.files) == 2
+
+
+def test_a_real_multimodal_model_keeps_its_vision_and_takes_our_text(tmp_path: Path) -> None:
+    config = transformers.Gemma3Config(
+        text_config=tiny_config("gemma3_text", vocab_size=1024).to_dict(),
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+        image_token_index=1000,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "hf")
+    ours = AutoDecoder.from_pretrained(tmp_path / "hf")
+    ids = torch.arange(3, 43)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, model(input_ids=ids).logits)
+        for parameter in ours.parameters():
+            parameter.mul_(2)
+    out = ours.save_pretrained(tmp_path / "copy", into=tmp_path / "hf")
+    again, info = transformers.Gemma3ForConditionalGeneration.from_pretrained(out, output_loading_info=True)
+    assert {kind: found for kind, found in info.items() if found} == {}
+    for name, tensor in again.state_dict().items():
+        text = "language_model" in name or name == "lm_head.weight"
+        assert torch.equal(tensor, model.state_dict()[name] * (2 if text else 1)), name
