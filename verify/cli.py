@@ -143,7 +143,7 @@ def _verdicts(args: argparse.Namespace) -> list[Verdict]:
 
             found.append(
                 run_checkpoint(
-                    Path(target), seed=args.seed, gates=gates, token_ids=_token_ids(args, target), progress=progress
+                    target, seed=args.seed, gates=gates, token_ids=_token_ids(args, target), progress=progress
                 )
             )
             continue
@@ -166,7 +166,11 @@ def _verdicts(args: argparse.Namespace) -> list[Verdict]:
 
 
 def _is_checkpoint(target: str) -> bool:
-    """Whether a target is a folder rather than a model_type."""
+    """Whether a target is a folder or hub id rather than a model_type; a registered name wins over a folder."""
+    from importlib.metadata import entry_points
+
+    if target in entry_points(group="bestiary.bridges").names:
+        return False
     return "/" in target or "\\" in target or Path(target).is_dir()
 
 
@@ -176,6 +180,10 @@ def _cases(file: str | None) -> dict[str, dict[str, Any]] | None:
         return None
     from bestiary.bridges.storage import read_json
 
+    if not Path(file).is_file():
+        from bestiary.verify.run import BadUsage
+
+        raise BadUsage(f"--config {file} is no file.", remedy="give a config.json")
     return {Path(file).stem: read_json(Path(file))}
 
 

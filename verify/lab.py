@@ -83,6 +83,11 @@ class Lab:
             self._folder.cleanup()
             self._folder = None
 
+    @property
+    def main_case(self) -> str:
+        """The first tiny config, on which levels run that need one only."""
+        return next(iter(self.cases))
+
     # ---------------------------------------------------------------- the two sides
 
     @property

@@ -38,7 +38,7 @@ def _refusals(verdict: Verdict) -> Iterator[str]:
     names = [item.field for item in verdict.config if item.ours == "refused"]
     refused = sorted(dict.fromkeys(names))
     if refused:
-        yield _cut(f"  refused by name   {', '.join(refused)}", 200)
+        yield f"  refused by name   {_cut(', '.join(refused), 180)}"
 
 
 def _divergence(verdict: Verdict) -> Iterator[str]:
@@ -48,7 +48,7 @@ def _divergence(verdict: Verdict) -> Iterator[str]:
     details = [first.case, *first.pattern, "inputs equal" if first.inputs_equal else "inputs differ already"]
     if first.layer_type:
         details.insert(1, first.layer_type)
-    yield _cut(f"  first divergence  {first.module} {first.tensor}   {'; '.join(details)}", 200)
+    yield f"  first divergence  {first.module} {first.tensor}   {_cut('; '.join(details), 140)}"
     if verdict.hypotheses:
         best = verdict.hypotheses[0]
         yield f"  likely cause      {_cut(best.hint, 90)} (reproduces our output to {best.reproduces_to:.0e})"

@@ -22,7 +22,7 @@ from bestiary.verify.levels import REGISTRY, LevelSpec
 from bestiary.verify.localise import localise
 from bestiary.verify.reference import ReferencePool, quiet
 from bestiary.verify.side import MutateOurs, MutateTheirs, OurSide, TheirSide
-from bestiary.verify.tiny import FROM_DEFAULTS, Raw, tiny_configs
+from bestiary.verify.tiny import FROM_DEFAULTS, Raw, completed, tiny_configs
 from bestiary.verify.verdict import (
     WORDS,
     Activity,
@@ -135,7 +135,9 @@ def run(
     lab = Lab(
         family=family,
         reference=bridge.reference,
-        cases=cases if cases is not None else tiny_configs(bridge.reference),
+        cases=tiny_configs(bridge.reference)
+        if cases is None
+        else {name: completed(bridge.reference, raw) for name, raw in cases.items()},
         ours=OurSide(bridge),
         theirs=TheirSide(),
         seed=seed,

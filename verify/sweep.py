@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from bestiary.verify import gates
 from bestiary.verify.inputs import Inputs
 from bestiary.verify.measure import max_over_std
-from bestiary.verify.reference import Reference, ReferencePool, hf_config, reference_class
+from bestiary.verify.reference import Reference, hf_config, reference_class
 from bestiary.verify.tiny import FULL, ROPE, SLIDING, WINDOW, Raw, rope_layer_types, scaling
 
 
@@ -269,11 +269,15 @@ def _train_output(reference: Reference, inputs: Inputs) -> dict[str, Any]:
         reference.model.eval()
 
 
-def classify(pool: ReferencePool, reference: str, variant: Variant, seed: int, inputs: Inputs) -> tuple[Kind, str]:
-    """The kind of a variant's field and a remark, by running Hugging Face on both configs with the same weights."""
-    base = pool.get(reference, variant.against, seed)
+def classify(built: Callable[[Raw], Reference], variant: Variant, inputs: Inputs) -> tuple[Kind, str]:
+    """The kind of a variant's field and a remark, by running Hugging Face on both configs with the same weights.
+
+    Args:
+        built: the reference of a config.
+    """
+    base = built(variant.against)
     try:
-        model = pool.get(reference, variant.raw, seed)
+        model = built(variant.raw)
         output = model.output(inputs)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, IndexError, AssertionError) as error:
         return Kind.REJECTED, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -202,6 +202,15 @@ def tiny_config(reference: str, variant: str) -> Raw:
     return raw
 
 
+def completed(reference: str, raw: Raw) -> Raw:
+    """A config from a file with the fields that levels read by name, where the file leaves them to defaults."""
+    listed = hf_config(reference, raw).to_dict()
+    wanted = ("vocab_size", "num_hidden_layers", "rope_parameters", "hidden_size", "num_attention_heads")
+    filled: Raw = {**{name: listed[name] for name in wanted}, **raw}
+    filled.setdefault("head_dim", filled["hidden_size"] // filled["num_attention_heads"])
+    return filled
+
+
 def tiny_configs(reference: str, variants: Sequence[str] = tuple(VARIANTS)) -> dict[str, Raw]:
     """Every variant by name."""
     return {variant: tiny_config(reference, variant) for variant in variants}

@@ -5,6 +5,7 @@ Weights are fingerprints: no two elements of a model are equal, so a swap or a r
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,10 +25,14 @@ from bestiary.verify.reference import build, quiet
 from bestiary.verify.verdict import Exit
 from bestiary.verify.weights import fingerprint, random_bits
 
-SHARD = "400KB"  # several shards for every tiny config
 BOOKKEEPING = frozenset(
     {"transformers_version", "_name_or_path", "architectures", "dtype", "_attn_implementation", "use_cache"}
 )
+
+
+def shard_size(parameters: Iterable[Tensor]) -> int:
+    """A size in bytes that cuts a checkpoint into some three files."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters) // 3
 
 
 def read_all(folder: Path) -> dict[str, Tensor]:
@@ -66,7 +71,7 @@ def written(lab: Lab, case: str, dtype: torch.dtype) -> Hub:
             random_bits(model, lab.seed)
         folder = lab.folder("v1", case, str(dtype), "hub")
         with quiet():
-            model.save_pretrained(folder, max_shard_size=SHARD)
+            model.save_pretrained(folder, max_shard_size=shard_size(model.parameters()))
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         return Hub(folder, read_all(folder), state)
 
@@ -78,7 +83,7 @@ def _trip(lab: Lab, case: str, dtype: torch.dtype) -> Trip:
         hub = written(lab, case, dtype)
         ours = lab.ours.load(hub.folder)
         exported = lab.folder("v1", case, str(dtype), "ours")
-        lab.ours.current.save(ours, exported, max_shard_size=SHARD)
+        lab.ours.current.save(ours, exported, max_shard_size=shard_size(ours.parameters()))
         return Trip(ours, exported, read_all(exported), lab.ours.load(exported))
 
     return lab.once(("trip", case, dtype), travel)

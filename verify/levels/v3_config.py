@@ -20,7 +20,6 @@ from bestiary.verify.sweep import Kind, Variant, change, classify, must_refuse, 
 from bestiary.verify.tiny import Raw
 from bestiary.verify.verdict import Exit, FieldFinding
 
-CASE = "base"
 SHORT = 24  # below the original context of every scaled RoPE
 SMALLEST_VOCABULARY = 190
 
@@ -29,7 +28,8 @@ Answer = Literal["equal", "refused", "ignored", "different", "moved", "not compa
 
 def probes(lab: Lab, field: str) -> list[Inputs]:
     """Inputs with labels that every variant can take: a long one, and for RoPE fields a short one as well."""
-    raw = {**lab.cases[CASE], "vocab_size": SMALLEST_VOCABULARY}
+    raw = lab.cases[lab.main_case]
+    raw = {**raw, "vocab_size": min(SMALLEST_VOCABULARY, raw["vocab_size"])}
     inputs = [lab.inputs(raw, batch=2).with_labels()]
     if "rope" in field:
         inputs.append(lab.inputs(raw, batch=1, length=SHORT).with_labels())
@@ -61,7 +61,7 @@ def _compare(lab: Lab, variant: Variant) -> Outcome:
     inputs = probes(lab, variant.field)
     kind, remark = Kind.REJECTED, ""
     for one in inputs:
-        kind, remark = classify(lab.pool, lab.reference, variant, lab.seed, one)
+        kind, remark = classify(lab.reference_of, variant, one)
         if kind is not Kind.DEAD:
             break
     try:
@@ -133,9 +133,7 @@ def _spelled_out(lab: Lab, case: str) -> Outcome:
 
 def plan(lab: Lab) -> list[Check]:
     """One check for each field and value, then configs that must be refused and ones that must be accepted."""
-    if CASE not in lab.cases:
-        return []
-    raw = lab.cases[CASE]
+    raw = lab.cases[lab.main_case]
     checks = [Check(f"{variant.id}", partial(_compare, lab, variant)) for variant in variants(lab.reference, raw)]
     checks += [
         Check(f"must refuse/{variant.id}", partial(_refused, lab, variant))

@@ -318,7 +318,7 @@ def _items(lab: Lab, case: str) -> Outcome:
 def plan(lab: Lab) -> list[Check]:
     """Every kind of input, on two configs with different windows and layer patterns."""
     checks = []
-    for case in [name for name in CASES if name in lab.cases]:
+    for case in [name for name in CASES if name in lab.cases] or [lab.main_case]:
         window = _window(lab, case)
         checks += [Check(f"{case}/length {n}", partial(_length, lab, case, n)) for n in lengths(window)]
         checks += [Check(f"{case}/offset {n}", partial(_offset, lab, case, n)) for n in OFFSETS]
