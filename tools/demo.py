@@ -30,7 +30,8 @@ from bestiary.tools import assets, stdlib_text
 from bestiary.tools.arguments import Parser, at_least, write_json
 
 ASSET = "gemma-3-270m"
-WINDOW = 512  # of Gemma 3 270M; the texts must be longer
+WINDOW = 512  # of Gemma 3 270M
+TOKENS = 2 * WINDOW  # verified text: as much as the verifier compares at this vocabulary
 PROMPT = "The Python standard library is"
 NUMERIC, INCONCLUSIVE = 1, 5  # exit codes, as `verify-bridge` counts them
 TIE = 1e-3
@@ -40,7 +41,7 @@ EXAMPLES = """\
 examples:
   make demo                                                 installs what it needs first
   python -m bestiary.tools.demo
-  python -m bestiary.tools.demo --tokens 2048 --json -      a longer text, the result on stdout
+  python -m bestiary.tools.demo --new-tokens 64 --json -    longer continuations, the result on stdout
 
 exit codes: 0 every step passed, 1 numbers differ, 2 keys or files, 5 inconclusive (a tie between tokens),
 7 usage or environment (packages not installed)"""
@@ -73,11 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo; returns its exit code."""
     parser = Parser("bestiary.tools.demo", __doc__, EXAMPLES)
     parser.add_argument("--out", type=Path, help="folder of results (default: out/demo of the checkout)")
-    parser.add_argument("--tokens", type=at_least(WINDOW + 1), default=1024, help="of the verified text (default 1024)")
     parser.add_argument("--new-tokens", type=at_least(1), default=32, help="to generate per prompt (default 32)")
     args = parser.parse_args(argv)
     out: Path = args.out or assets.output_folder() / "demo"
-    demo = Demo(out, args.tokens, args.new_tokens, Console(stderr=True))
+    demo = Demo(out, args.new_tokens, Console(stderr=True))
     code, error = 0, None
     try:
         demo.run()
@@ -97,13 +97,12 @@ class Demo:
 
     Args:
         out: folder of results, created.
-        tokens: length of the verified text.
         new_tokens: to generate per prompt.
         console: where progress is shown.
     """
 
-    def __init__(self, out: Path, tokens: int, new_tokens: int, console: Console) -> None:
-        self.out, self.tokens, self.new_tokens, self.console = out, tokens, new_tokens, console
+    def __init__(self, out: Path, new_tokens: int, console: Console) -> None:
+        self.out, self.new_tokens, self.console = out, new_tokens, console
         self.steps: list[Step] = []
         self.start = time.perf_counter()
         self.shown: list[str] = []  # the short prompt and its continuation
@@ -117,7 +116,7 @@ class Demo:
         """
         with self._step("assemble") as step:
             folder = assets.checkpoint(ASSET)
-            text = stdlib_text.text(self.tokens * 8)
+            text = stdlib_text.text(TOKENS * 8)
             step.result = f"{ASSET}, {_megabytes(folder):.0f} MB in bf16"
         with self._step("verify") as step:
             self._verify(step, folder, text)
@@ -129,25 +128,22 @@ class Demo:
             self._reload(step, exported, prompts, ours)
 
     def _verify(self, step: Step, folder: Path, text: str) -> None:
-        """`verify-bridge` on the checkpoint and the first `tokens` tokens of the text; writes `verdict.json`."""
+        """`verify-bridge` on the checkpoint and the beginning of the text; writes `verdict.json`."""
         from transformers import AutoTokenizer
 
         from bestiary.verify.checkpoint import run_checkpoint
         from bestiary.verify.report import text as as_text
         from bestiary.verify.verdict import report
 
-        ids = AutoTokenizer.from_pretrained(folder)(text)["input_ids"][: self.tokens]
-        if len(ids) < self.tokens:
-            raise StepFailed(
-                f"the standard library's docstrings give {len(ids)} tokens, {self.tokens} were asked for.",
-                remedy="ask for fewer with --tokens",
-            )
+        ids = AutoTokenizer.from_pretrained(folder)(text)["input_ids"][:TOKENS]
         verdict = run_checkpoint(folder, token_ids=ids, progress=self.describe)
         result = report([verdict])
         (self.out / "verdict.json").write_text(result.to_json() + "\n", encoding="utf-8")
         levels = [f"{level.id} {level.passed}/{level.planned}" for level in verdict.levels]
         worst = [level.worst for level in verdict.levels if level.worst is not None]
-        figures = [f"{item.check} {item.figure:.1e} (gate {item.gate:g})" for item in worst if item.figure is not None]
+        figures = [
+            f"worst {item.check} {item.figure:.3g}, gate {item.gate:g}" for item in worst if item.figure is not None
+        ]
         step.result = ", ".join([*levels, f"{len(ids)} tokens", *figures])
         step.figures = {"tokens": len(ids), "demo/verdict": verdict.verdict}
         if result.exit_code:
@@ -225,7 +221,9 @@ class Demo:
         finally:
             step.seconds = time.perf_counter() - start
             mark = "ok  " if step.ok else "FAIL"
-            self.console.print(f"{mark} {name:<9} {step.seconds:6.1f} s  {step.result}", highlight=False)
+            self.console.print(
+                f"{mark} {name:<9} {step.seconds:6.1f} s  {step.result}", highlight=False, soft_wrap=True
+            )
 
     def write_metrics(self) -> None:
         """`metrics.jsonl`: one line a step, in the keys of the project's run metrics."""
@@ -276,7 +274,7 @@ def _compare(ours: Any, theirs: Any, start: int, margins: list[float]) -> None:
     if parted is not None and margins[parted] < TIE:
         raise Tie(
             f"greedy continuations part at new token {parted}, the best two logits {margins[parted]:.1e} apart.",
-            remedy="rounding decides there: try another length with --new-tokens or --tokens",
+            remedy="rounding decides there: try another length with --new-tokens",
         )
     at = len(pairs) if parted is None else parted
     raise StepFailed(

@@ -14,7 +14,7 @@ from bestiary.models import Decoder
 from bestiary.tools import demo
 from bestiary.tools.assets import AssetMissing
 
-ARGUMENTS = ["--tokens", "700", "--new-tokens", "6", "--json", "-"]
+ARGUMENTS = ["--new-tokens", "6", "--json", "-"]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_every_step_passes_and_leaves_its_files(run, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
-    assert lines[1]["tokens"] == 700
+    assert lines[1]["tokens"] == demo.TOKENS > demo.WINDOW
     assert lines[2]["tokens_per_s"] > 0
 
 
@@ -85,7 +85,7 @@ def test_again_into_the_same_folder(run):
 
 
 def test_a_wrong_token_of_ours_is_found(run, monkeypatch):
-    """The seventh generated token, one up: transformers disagrees."""
+    """The last generated token, one up: transformers disagrees."""
     generate = Decoder.generate
 
     def wrong(self, *arguments, **options):
@@ -165,9 +165,9 @@ def test_comparison_of_continuations(ours, theirs, margins, error):
     assert type(caught.value) is error
 
 
-def test_a_text_no_longer_than_the_window_is_refused():
+def test_wrong_usage_exits_seven():
     with pytest.raises(SystemExit) as caught:
-        demo.main(["--tokens", str(demo.WINDOW)])
+        demo.main(["--new-tokens", "0"])
     assert caught.value.code == 7
 
 

@@ -32,6 +32,7 @@ from bestiary.tools.arguments import Parser, at_least, write_json
 from bestiary.tools.bench import measure
 
 PEAK_LIMIT = 1.15
+_STATUS = Path("/proc/self/status")  # Linux
 ARMS = ("ours", "transformers", "control")
 SIZES: dict[str, dict[str, int]] = {
     # the figures of the published Qwen3 sizes; "tiny" only proves that the benchmark runs
@@ -258,9 +259,10 @@ def _load_plain(folder: Path) -> list[Any]:
     buffers = []
     for file in sorted(folder.glob("*.safetensors")):
         buffer = torch.empty(file.stat().st_size // 2, dtype=torch.bfloat16)
+        target = buffer.view(torch.uint8).numpy()
+        done = 0
         with file.open("rb", buffering=0) as source:
-            view, done = memoryview(buffer.view(torch.uint8).numpy()), 0
-            while done < len(view) and (count := source.readinto(view[done:])):
+            while done < len(target) and (count := source.readinto(target.data[done:])):
                 done += count
         buffers.append(buffer)
     return buffers
@@ -286,20 +288,17 @@ def _touch(parameters: Iterable[Any]) -> int:
 
 def _reset_peak() -> int:
     """Starts a new peak; returns resident bytes now, or the peak so far where the kernel cannot reset it."""
-    if not sys.platform.startswith("linux"):
-        return _peak()
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    if _STATUS.exists():
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return _peak()
 
 
 def _peak() -> int:
     """Peak resident bytes of this process since `_reset_peak`."""
-    if sys.platform.startswith("linux"):
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-        (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
+    if _STATUS.exists():
+        (line,) = (line for line in _STATUS.read_text(encoding="ascii").splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
 
 
 def _sha256(folder: Path) -> str:

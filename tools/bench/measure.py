@@ -71,7 +71,7 @@ def alternate(
         raise ValueError(f"rounds = {rounds}: one round says nothing about noise")
     samples: dict[str, list[Sample]] = {name: [] for name in arms}
     for index in range(rounds):
-        names = list(arms) if index % 2 == 0 else list(reversed(arms))
+        names = list(arms) if index % 2 == 0 else list(arms)[::-1]
         for name in names:
             samples[name].append(arms[name]())
             progress(index, name, samples[name][-1])
