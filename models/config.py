@@ -319,6 +319,11 @@ class DecoderConfig:
             raise InvalidConfig(
                 "qk_norm.span = full with qk_norm.after_rope = True.", remedy="after RoPE each head is normed alone"
             )
+        if self.moe is not None and not 1 <= self.moe.router.top_k <= self.moe.num_experts:
+            raise InvalidConfig(
+                f"router.top_k = {self.moe.router.top_k} of num_experts = {self.moe.num_experts}.",
+                remedy="choose between one and all experts for a token",
+            )
         if self.attention.num_heads % self.attention.num_kv_heads:
             raise InvalidConfig(
                 f"num_heads = {self.attention.num_heads} is not a multiple of "
