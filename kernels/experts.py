@@ -79,6 +79,10 @@ def experts_mlp(
 def _grouped_obstacle(x: Tensor, *projections: ExpertLinear) -> str | None:
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"grouped matmul has no {x.dtype}"
+    if x.dtype != torch.bfloat16 and (torch.compiler.is_compiling() or x.is_meta):
+        return f"torch traces grouped matmul in bf16 alone, and this is {x.dtype}"
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
+        return "grouped matmul needs compute capability 8.0"
     if x.shape[0] == 0:
         return "there are no tokens"
     for projection in projections:
@@ -97,6 +101,7 @@ def _activate(gate_up: Tensor, activation: str, clamp: tuple[float, float] | Non
     return gated(gate, up, activation) if clamp is None else clamped_swiglu(gate, up, *clamp)
 
 
+@torch.compiler.disable  # which experts run is data: tracing would compile one graph after the other
 def _loop(
     x: Tensor,
     indices: Tensor,

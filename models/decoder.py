@@ -5,7 +5,7 @@ post       x + norm(attn x)              x + norm(mlp x)             OLMo 2
 sandwich   x + norm(attn(norm x))        x + norm(mlp(norm x))       Gemma, GLM-4
 """
 
-import zlib
+import hashlib
 from collections.abc import Container, Mapping
 from typing import Any, ClassVar, cast
 
@@ -208,7 +208,7 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         output: dict[str, Any] = {"past_key_values": past}
         if targets is not None:
             core = cast(LogProb, self.lm_head(hidden, targets, temperature=temperature))
-            output["log_probs"] = core.log_prob.view_as(targets)
+            output["log_probs"] = core.log_prob.view_as(targets).clone()  # FSDP2 hooks outputs, and not on views
             # A batch without targets has loss 0, not 0 / 0: it still takes part in the backward pass.
             items = (targets != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             output["loss"] = -core.log_prob.sum() / items
@@ -259,7 +259,7 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
             for name, parameter in self.named_parameters():
                 if only is not None and name not in only:
                     continue
-                generator = torch.Generator(parameter.device).manual_seed((seed << 32) + zlib.crc32(name.encode()))
+                generator = torch.Generator(parameter.device).manual_seed(_seed_of(name, seed))
                 if name in norms:
                     parameter.fill_(0.0 if self.decoder_config.norm.plus_one else 1.0)
                 elif name.endswith("bias"):
@@ -303,6 +303,18 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         self._frozen = frozenset()
         self.decoder_config = self.model.decoder_config = self.decoder_config.with_(lora=None)
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
+        head = state_dict.get(f"{prefix}lm_head.weight")
+        embedding = state_dict.get(f"{prefix}model.embed_tokens.weight")
+        if self.decoder_config.tie_word_embeddings and head is not None and embedding is not None:
+            if head is not embedding and not torch.equal(head, embedding):
+                errors: list[str] = arguments[-1]
+                errors.append(
+                    "lm_head.weight differs from model.embed_tokens.weight and tie_word_embeddings = True: "
+                    "drop one of them, or build the model with tie_word_embeddings=False."
+                )
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
     def _apply(self, fn: Any, recurse: bool = True) -> "Decoder":
         super()._apply(fn, recurse)
         self.tie_weights()  # to_empty and device moves build one Parameter a module
@@ -321,6 +333,11 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
                 f"forward() has no argument {unknown[0]!r}.",
                 remedy="drop it; a column of the data set that the model does not read belongs in remove_columns",
             )
+
+
+def _seed_of(name: str, seed: int) -> int:
+    """A seed whose low 32 bits mix both: torch's CPU generator reads no others."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
 
 
 def _tie_again(decoder: nn.Module, incompatible_keys: object) -> None:

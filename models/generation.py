@@ -67,6 +67,7 @@ class GenerationMixin:
         return {**kwargs, "input_ids": unseen}
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")  # compiled blocks would be compiled again for every length of the cache
     def generate(
         self,
         input_ids: Tensor,

@@ -84,8 +84,8 @@ class Head(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        if self.tied and prefix + "weight" not in state_dict:
-            return
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        if self.tied and prefix + "weight" in missing_keys:
+            missing_keys.remove(prefix + "weight")
