@@ -50,12 +50,13 @@ class Part:
     Attributes:
         expression: how its factors come out of those in the file.
         keys: hub name of a tensor to the names of its lora_A and lora_B.
-        alpha: of the adapter as a whole.
+        rank, alpha: of the adapter as a whole.
     """
 
     place: Place
     expression: Expression
     keys: Mapping[str, tuple[str, str]]
+    rank: int
     alpha: float
 
     @property
@@ -174,7 +175,7 @@ def read_adapter(bridge: Bridge, config: DecoderConfig, src: str | Path, *, revi
     parts = reading.parts(bridge.namings)
     dtype = reduce(torch.promote_types, (infos[key].dtype for part in parts for key in part.stored()))
     names = [site.name for site in sites(skeleton)]
-    ranks = {part.place.site.name: part.factors(reading.meta).rank for part in parts}
+    ranks = {part.place.site.name: part.rank for part in parts}
     alphas = {part.place.site.name: part.alpha for part in parts}
     return AdapterFile(folder, _lora_config(peft, ranks, alphas, names, dtype), peft.base, tuple(parts))
 
@@ -295,9 +296,9 @@ class _Reading:
                 continue
             rank = self.peft.rank(name)
             hub = hub_names(expression, place.captures, experts=0)[0]
-            part = Part(place, expression, {hub: pair}, self.peft.alpha_of(name))
+            part = Part(place, expression, {hub: pair}, rank, self.peft.alpha_of(name))
             self._check_version(part)
-            if self._fits(pair, rank * max(place.experts, 1)) and self._whole(part):
+            if self._fits(pair, rank * max(place.experts, 1)) and self._whole(part) is not None:
                 parts.append(part)
         return parts
 
@@ -319,12 +320,13 @@ class _Reading:
             self.mismatched.append(f"{place.full} with scalings {sorted(scalings)} of its experts, expected one")
         if self.missing or self.mismatched:
             return None
-        part = Part(place, expression, keys, alpha=0.0)
-        if not self._whole(part):
+        part = Part(place, expression, keys, rank=0, alpha=0.0)
+        factors = self._whole(part)
+        if factors is None:
             return None
         module, rank = next(iter(ranks.items()))
-        growth = self._divisor(part.factors(self.meta).rank) / self._divisor(rank)  # the scaling stays what it was
-        return replace(part, alpha=self.peft.alpha_of(module) * growth)
+        growth = self._divisor(factors.rank) / self._divisor(rank)  # the scaling stays what it was
+        return replace(part, rank=factors.rank, alpha=self.peft.alpha_of(module) * growth)
 
     def _pair(self, module: str, depth: int, leaves: Mapping[str, str]) -> tuple[str, str] | None:
         absent = [leaf for leaf in ("lora_A", "lora_B") if leaf not in leaves]
@@ -339,18 +341,19 @@ class _Reading:
             self.mismatched.append(f"{pair[0]} {list(A)} with lora_B {list(B)}, expected {rank} rows and columns")
         return fits
 
-    def _whole(self, part: Part) -> bool:
-        """Whether the product has the shape of the weight."""
-        shape = tuple(part.place.site.weight.shape)
+    def _whole(self, part: Part) -> Factors | None:
+        """The shapes of the factors, on meta; None if their product has not the shape of the weight."""
+        shape = list(part.place.site.weight.shape)
         try:
             factors = part.factors(self.meta)
-            product = (*factors.B.shape[:-1], factors.A.shape[-1])
-        except RuntimeError as error:
-            product = (str(error).splitlines()[0],)
+        except RuntimeError as error:  # halves that cannot be stacked or joined
+            self.mismatched.append(f"{part.stored()[0]}: {str(error).splitlines()[0]}")
+            return None
+        product = [*factors.B.shape[:-1], factors.A.shape[-1]]
         if product != shape:
-            key = part.stored()[0]
-            self.mismatched.append(f"{key} of a product {list(product)}, expected {list(shape)}")
-        return product == shape
+            self.mismatched.append(f"{part.stored()[0]} of a product {product}, expected {shape}")
+            return None
+        return factors
 
     def _divisor(self, rank: int) -> float:
         return rank**0.5 if self.peft.rslora else rank
