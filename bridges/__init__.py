@@ -4,12 +4,15 @@ from bestiary.bridges.bridge import Bridge, CheckpointConfig
 from bestiary.bridges.export import named_hf_tensors, save_decoder
 from bestiary.bridges.fields import HFFields
 from bestiary.bridges.loading import fill, load_checkpoint, read_config
+from bestiary.bridges.peft import save_adapter
+from bestiary.bridges.peft_import import AdapterFile, read_adapter
 from bestiary.bridges.plan import Naming, Plan, plan_export, plan_import
 from bestiary.bridges.registry import AUTO, get_bridge, load_decoder, registered_bridges
 from bestiary.bridges.storage import MemorySource, SafetensorsSource, TensorInfo
 
 __all__ = [
     "AUTO",
+    "AdapterFile",
     "Bridge",
     "CheckpointConfig",
     "HFFields",
@@ -25,7 +28,9 @@ __all__ = [
     "named_hf_tensors",
     "plan_export",
     "plan_import",
+    "read_adapter",
     "read_config",
     "registered_bridges",
+    "save_adapter",
     "save_decoder",
 ]

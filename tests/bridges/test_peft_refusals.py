@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bestiary.bridges import get_bridge, save_adapter
 from bestiary.bridges.errors import (
     CheckpointNotFound,
     ConfigChanged,
@@ -21,9 +23,11 @@ from bestiary.bridges.errors import (
     UnsupportedAdapter,
     UnsupportedConfig,
 )
+from bestiary.bridges.rules import Rule
 from bestiary.bridges.storage import SINGLE
 from bestiary.kernels.errors import BestiaryError
-from bestiary.models import AutoDecoder, Decoder, resize_token_embeddings
+from bestiary.models import AutoDecoder, Decoder, replace_modules, resize_token_embeddings
+from bestiary.models.layers.linear import Linear
 
 from .adapters import CONFIG, EXPERTS, WEIGHTS, lora, ours, peft_made, saved
 from .checkpoints import edit_json
@@ -264,4 +268,41 @@ def test_a_changed_config_is_refused(base: Callable[[str], Path], tmp_path: Path
     model.config.rms_norm_eps = 0.5
     with pytest.raises(ConfigChanged):
         model.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_swapped_layer_that_the_bridge_does_not_know_is_refused(base: Callable[[str], Path], tmp_path: Path) -> None:
+    model = ours(base("qwen3"), lora("q_proj"))
+
+    class Gated(torch.nn.Module):
+        def __init__(self, mlp: torch.nn.Module) -> None:
+            super().__init__()
+            self.mlp, self.side = mlp, Linear(80, 80, lora=lora("side")).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.mlp(x) + self.side(x)
+            return y
+
+    replace_modules(model, "model.layers.1.mlp", lambda name, mlp: Gated(mlp))
+    for parameter in model.get_submodule("model.layers.1.mlp").parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(UnsupportedAdapter, match=r"model\.layers\.1\.mlp\.side has an adapter and no rule"):
+        model.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_weight_that_is_several_tensors_in_transformers_is_refused(
+    base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A family whose modules fuse or split what we hold otherwise, and whose bridge states no one-tensor layout."""
+    bridge = get_bridge("qwen3_moe")
+    apart = [
+        replace(rule, layouts={"per_expert": rule.layouts["per_expert"]})
+        if isinstance(rule, Rule) and "per_expert" in rule.layouts
+        else rule
+        for rule in bridge.rules
+    ]
+    model = ours(base("qwen3_moe"), lora("experts.down_proj"))
+    with pytest.raises(UnsupportedAdapter, match=r"experts\.down_proj is not one tensor in transformers' modules"):
+        save_adapter(replace(bridge, rules=tuple(apart)), model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
