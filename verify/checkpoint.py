@@ -51,7 +51,7 @@ class Bench:
     token_ids: Sequence[int]
     gates: Gates
     keys: Keys = field(default_factory=Keys)
-    _plan: Plan | None = None
+    _plan: Plan | KeyMismatch | None = None
     _logits: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
@@ -60,7 +60,9 @@ class Bench:
         return self.bridge.parse(self.raw, source=str(self.folder / "config.json")).decoder
 
     def plan(self) -> Plan:
-        """Which stored tensor goes where."""
+        """Which stored tensor goes where; a mismatch of keys is raised at every call."""
+        if isinstance(self._plan, KeyMismatch):
+            raise self._plan
         if self._plan is None:
             parsed = self.bridge.parse(self.raw, source=str(self.folder / "config.json"))
             with SafetensorsSource(self.folder) as source:
@@ -72,6 +74,7 @@ class Bench:
                     self.keys.missing += error.missing
                     self.keys.unexpected += error.extra
                     self.keys.shape_mismatch += error.mismatched
+                    self._plan = error
                     raise
             self.keys.ignored_with_reason.update(self._plan.ignored)
         return self._plan

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from bestiary.bridges.errors import KeyMismatch
+from bestiary.bridges.errors import KeyMismatch, UnsupportedConfig
 from bestiary.kernels.errors import BestiaryError
 from bestiary.models.layers.rotary import rope_frequencies
 from bestiary.verify.checks import Check, Outcome, failed, holds, passed
@@ -130,6 +130,8 @@ def _refuses(lab: Lab, case: str, kind: str) -> Outcome:
         hub[named] = torch.zeros(3, dtype=torch.float64)
     try:
         lab.ours.plan(lab.cases[case], hub)
+    except UnsupportedConfig:
+        raise
     except BestiaryError as error:
         ok = error.exit_code == Exit.KEYS and named in str(error)
         return holds(ok, Exit.KEYS, f"a {kind} raises {type(error).__name__} (code {error.exit_code}) without its name")
