@@ -12,6 +12,10 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 _WANTED = (CONFIG, GENERATION, ADAPTER_CONFIG, "*.safetensors", "*.safetensors.index.json")
 
 
+_REMEDY = "give a folder with config.json and safetensors, or a hub id such as Qwen/Qwen3-0.6B"
+_REMEDY_GGUF = "turn the file into a folder with bestiary.bridges.gguf.gguf_to_hf_folder, and give that"
+
+
 def resolve(src: str | Path, *, revision: str | None = None) -> Path:
     """The folder that `src` names, fetched through `huggingface_hub` (and its cache) if it is a hub id.
 
@@ -25,7 +29,7 @@ def resolve(src: str | Path, *, revision: str | None = None) -> Path:
     if isinstance(src, Path) or _looks_like_path(src):
         raise CheckpointNotFound(
             f"{path} is {'a file' if path.exists() else 'not there'}.",
-            remedy="give a folder with config.json and safetensors, or a hub id such as Qwen/Qwen3-0.6B",
+            remedy=_REMEDY_GGUF if path.suffix == ".gguf" else _REMEDY,
         )
     return _fetch(src, revision)
 
