@@ -63,9 +63,9 @@ class Lab:
             except Exception as error:
                 self._memo[key] = (None, error)
                 raise
-        value, error = self._memo[key]
-        if error is not None:
-            raise error
+        value, raised = self._memo[key]
+        if raised is not None:
+            raise raised
         made: T = value
         return made
 

@@ -11,7 +11,7 @@ import importlib
 import json
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +131,7 @@ class Reference:
     ) -> None:
         self.dtype = dtype
         self.model = build(reference, raw, dtype)
-        self.config = self.model.config
+        self.config: Any = self.model.config
         perturb(self.model, seed, store if mutate is None else None)
         if mutate is not None:
             mutate(self.model)
@@ -207,12 +207,13 @@ class Reference:
 
         def answer() -> tuple[dict[str, Any], dict[str, Tensor | None]]:
             taps: list[Tensor] = []
+            embedding = cast(Any, self.model).get_input_embeddings()
 
             def tap(_module: nn.Module, _args: Any, output: Tensor) -> None:
                 output.retain_grad()
                 taps.append(output)
 
-            handle = self.model.get_input_embeddings().register_forward_hook(tap)
+            handle = embedding.register_forward_hook(tap)
             try:
                 with self.running() as model:
                     model.zero_grad(set_to_none=True)

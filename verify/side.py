@@ -39,11 +39,10 @@ class _Side(Generic[M]):
         self.mutated = True
         self._patches.append((owner, name, value))
 
-    def finish(self, model: M) -> M:
-        """`model` with every registered change applied."""
+    def finish(self, model: M) -> None:
+        """Applies every registered change to `model`."""
         for change in self._model_changes:
             change(model)
-        return model
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -99,11 +98,14 @@ class OurSide(_Side[Decoder]):
             for parameter in model.parameters():
                 parameter.fill_(torch.nan)
         fill(model, MemorySource(hub), plan)
-        return self.finish(model.eval())
+        self.finish(model.eval())
+        return model
 
     def load(self, folder: Path, dtype: torch.dtype | None = None) -> Decoder:
         """Our model of a checkpoint folder."""
-        return self.finish(self.current.load(folder, dtype=dtype))
+        model = self.current.load(folder, dtype=dtype)
+        self.finish(model)
+        return model
 
     def native(self, raw: Raw, hub: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors under hub names (weights, or gradients of them) as the parameters they belong to."""

@@ -43,7 +43,8 @@ PRECEDENCE = (
 )
 """Of several findings the first of these is the exit code."""
 
-WORDS = {
+Word = Literal["pass", "numeric", "keys", "config", "refused", "inconclusive", "tampering", "usage"]
+WORDS: dict[Exit, Word] = {
     Exit.PASS: "pass",
     Exit.NUMERIC: "numeric",
     Exit.KEYS: "keys",
@@ -53,7 +54,6 @@ WORDS = {
     Exit.TAMPERING: "tampering",
     Exit.USAGE: "usage",
 }
-Word = Literal["pass", "numeric", "keys", "config", "refused", "inconclusive", "tampering", "usage"]
 Status = Literal["ok", "fail", "refused", "inconclusive", "not run"]
 
 
