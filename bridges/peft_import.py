@@ -91,7 +91,8 @@ class AdapterFile:
     """A PEFT folder understood: what to build, and what to put there.
 
     Attributes:
-        lora: the adapters as our config states them, in the dtype of the file.
+        lora: the adapters as our config states them, in the dtype of the file; without dropout (which changes no
+            logit) where some sit on experts or routers, as single experts of an earlier PEFT could have it.
         base: name or path of the model it was trained on, or None.
     """
 
@@ -177,7 +178,10 @@ def read_adapter(bridge: Bridge, config: DecoderConfig, src: str | Path, *, revi
     names = [site.name for site in sites(skeleton)]
     ranks = {part.place.site.name: part.rank for part in parts}
     alphas = {part.place.site.name: part.alpha for part in parts}
-    return AdapterFile(folder, _lora_config(peft, ranks, alphas, names, dtype), peft.base, tuple(parts))
+    lora = _lora_config(peft, ranks, alphas, names, dtype)
+    if not all(part.place.site.takes_dropout for part in parts):
+        lora = replace(lora, dropout=0.0)
+    return AdapterFile(folder, lora, peft.base, tuple(parts))
 
 
 def load_adapter(bridge: Bridge, model: Decoder, src: str | Path, *, revision: str | None = None) -> None:

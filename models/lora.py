@@ -64,12 +64,14 @@ class Site:
         weight_name: the parameter's name in the model.
         weight: (out, in), or (E, out, in) for experts.
         adapter: None where no target means it.
+        takes_dropout: False for experts and routers.
     """
 
     name: str
     weight_name: str
     weight: nn.Parameter
     adapter: LowRank | None
+    takes_dropout: bool = True
 
     def merged(self) -> Tensor:
         """The weight with its adapter added, out of place; without an adapter the weight itself. No gradient."""

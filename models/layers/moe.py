@@ -56,7 +56,7 @@ class Router(Adaptable, nn.Module):
     def sites(self, name: str) -> Iterator[Site]:
         """The weight."""
         low_rank = None if self.lora is None else LowRank(self.lora_A, self.lora_B, self.lora)
-        yield Site(name, f"{name}.weight", self.weight, low_rank)
+        yield Site(name, f"{name}.weight", self.weight, low_rank, takes_dropout=False)
 
     def drop_adapters(self) -> None:
         """Be a plain router again."""
@@ -121,7 +121,7 @@ class Experts(Adaptable, nn.Module):
                 lora_A, lora_B = (getattr(self, f"{projection}_{leaf}") for leaf in ADAPTER_LEAVES)
                 low_rank = LowRank(lora_A, lora_B, lora)
             full = f"{name}.{projection}"
-            yield Site(full, full, getattr(self, projection), low_rank)
+            yield Site(full, full, getattr(self, projection), low_rank, takes_dropout=False)
 
     def wrapping_obstacle(self) -> str | None:
         """Besides an adapter of its own: a layout that is not the one PEFT's files assume."""

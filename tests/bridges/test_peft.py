@@ -261,10 +261,18 @@ def test_adapters_of_single_experts_become_one(
                 tensors |= {f"{stem}.lora_A.weight": low, f"{stem}.lora_B.weight": high}
     save_file(tensors, tmp_path / WEIGHTS)
     names = [f"{kind}_proj" for kind in kinds]
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "use_rslora": rslora, "target_modules": names}
+    config = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 6,
+        "use_rslora": rslora,
+        "target_modules": names,
+        "lora_dropout": 0.05,
+    }
     (tmp_path / CONFIG).write_text(json.dumps(config))
     model = ours(base("qwen3_moe"), tmp_path)
     assert max_over_std(logits(model), logits(by_hand)) < EXACT
+    assert max_over_std(logits(model.train()), logits(by_hand)) < EXACT  # dropout stays behind
     folder = model.save_pretrained(tmp_path / "fused")
     assert max_over_std(logits(model), logits(with_peft("qwen3_moe", folder))) < EXACT
 
