@@ -50,6 +50,7 @@ def run_load(tmp_path, *arguments):
     return done, json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_load_runs_and_both_sides_agree(tmp_path):
     """A tiny model: its goals of time and memory mean nothing, those of the values and the file do."""
     done, result = run_load(tmp_path, "--size", "tiny", "--rounds", "2")
