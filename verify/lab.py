@@ -39,6 +39,7 @@ class Lab:
         pool: built references; shared between runs where nothing of Hugging Face is mutated.
         isolate: whether our forward also runs in a process without transformers' modelling files.
         keys, config: what V0 and V3 found, for the verdict.
+        varied: configs beside `cases` in which a check failed, by check id, so that they can be looked at again.
     """
 
     family: str
@@ -52,6 +53,7 @@ class Lab:
     isolate: bool = False
     keys: Keys = field(default_factory=Keys)
     config: list[FieldFinding] = field(default_factory=list)
+    varied: dict[str, Raw] = field(default_factory=dict)
     _memo: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     _folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -105,9 +107,13 @@ class Lab:
             mutate=self.theirs.finish if self.theirs.mutated else None,
         )
 
+    def raw(self, case: str) -> Raw:
+        """config.json content of a tiny config, or of one in which a check failed."""
+        return self.cases[case] if case in self.cases else self.varied[case]
+
     def hf(self, case: str) -> Reference:
         """The float64 reference of a tiny config."""
-        return self.reference_of(self.cases[case])
+        return self.reference_of(self.raw(case))
 
     def state(self, raw: Raw, *, seed: int | None = None) -> dict[str, Tensor]:
         """Weights of a config, as Hugging Face holds them."""
@@ -115,13 +121,11 @@ class Lab:
 
     def model(self, case: str) -> Decoder:
         """Our float64 model of a tiny config with the reference's weights, in eval mode."""
-        return self.once(
-            ("model", case), lambda: self.ours.build(self.cases[case], self.hf(case).state(), torch.float64)
-        )
+        return self.once(("model", case), lambda: self.ours.build(self.raw(case), self.hf(case).state(), torch.float64))
 
     def decoder_config(self, case: str) -> DecoderConfig:
         """The architecture our bridge reads."""
-        return self.once(("config", case), lambda: self.ours.decoder_config(self.cases[case]))
+        return self.once(("config", case), lambda: self.ours.decoder_config(self.raw(case)))
 
     def infos(self, case: str) -> dict[str, TensorInfo]:
         """Names, shapes and dtypes of the reference's state dict."""

@@ -8,6 +8,7 @@ code. Attention and experts run eagerly, the paths that are written down in the 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -179,6 +180,13 @@ class Reference:
         """One forward without gradients; tensors detached."""
         with self.running() as model, torch.no_grad():
             return dict(model(**inputs.kwargs(), **extra))
+
+    def new_cache(self) -> dict[str, Any]:
+        """An empty key/value cache as a keyword argument, under the name that this version's forward gives it."""
+        from transformers import DynamicCache
+
+        names = inspect.signature(type(self.model).forward).parameters
+        return {"cache" if "cache" in names else "past_key_values": DynamicCache(config=self.config)}
 
     def output(self, inputs: Inputs) -> dict[str, Any]:
         """Forward output (logits, loss and aux_loss where there are labels), without a cache, computed once."""

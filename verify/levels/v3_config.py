@@ -12,7 +12,7 @@ from torch import Tensor
 from bestiary.bridges.errors import UnsupportedConfig
 from bestiary.kernels.errors import BestiaryError
 from bestiary.verify import gates
-from bestiary.verify.checks import Check, Outcome, failed, holds, judged, passed
+from bestiary.verify.checks import Check, Outcome, Replay, failed, holds, judged, passed
 from bestiary.verify.inputs import Inputs
 from bestiary.verify.lab import Lab
 from bestiary.verify.reference import hf_config
@@ -90,11 +90,14 @@ def _compare(lab: Lab, variant: Variant) -> Outcome:
     if lab.gates["V3"].holds(worst):
         _note(lab, variant, kind, "equal", remark)
         return judged(worst, lab.gates["V3"])
+    lab.varied[variant.id] = variant.raw
+    replay = Replay(variant.id, inputs[0])
     ignored = kind is Kind.LIVE and _unmoved(lab, variant, inputs, ours)
     _note(lab, variant, kind, "ignored" if ignored else "different", f"{worst:.1e} from Hugging Face")
     if ignored:
-        return failed(Exit.CONFIG, f"{variant.id} moves Hugging Face and not ours: the bridge ignores it")
-    return judged(worst, lab.gates["V3"], detail=f"{variant.id} is {kind.value}")
+        text = f"{variant.id} moves Hugging Face and not ours: the bridge ignores it"
+        return Outcome("failed", Exit.CONFIG, text, worst, lab.gates["V3"], replay)
+    return judged(worst, lab.gates["V3"], detail=f"{variant.id} is {kind.value}", replay=replay)
 
 
 def _unmoved(lab: Lab, variant: Variant, inputs: Sequence[Inputs], ours: Sequence[dict[str, Tensor]]) -> bool:

@@ -204,10 +204,9 @@ def _decoded(lab: Lab, case: str, ids: Tensor, chunks: Sequence[int], mask: Tens
 
 def _hf_decoded(reference: Reference, ids: Tensor, chunks: Sequence[int]) -> Tensor:
     """Hugging Face's logits of `ids` fed in `chunks` through its own cache."""
-    cache, found, start = None, [], 0
+    cache, found, start = reference.new_cache(), [], 0
     for count in chunks:
-        output = reference.call(Inputs(ids[:, start : start + count]), past_key_values=cache, use_cache=True)
-        cache = output["past_key_values"]
+        output = reference.call(Inputs(ids[:, start : start + count]), use_cache=True, **cache)
         found.append(output["logits"])
         start += count
     return torch.cat(found, dim=1)
