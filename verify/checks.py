@@ -138,8 +138,8 @@ def _nearness(outcome: Outcome) -> float:
         return -1.0
     if not math.isfinite(outcome.figure):
         return math.inf
-    if outcome.gate.at_least:
-        return outcome.gate.limit / outcome.figure if outcome.figure else math.inf
+    if outcome.gate.at_least:  # shares: how much of the allowed shortfall is used
+        return (1 - outcome.figure) / (1 - outcome.gate.limit) if outcome.gate.limit < 1 else math.inf
     return outcome.figure / outcome.gate.limit if outcome.gate.limit else (math.inf if outcome.figure else 0.0)
 
 

@@ -71,6 +71,16 @@ def test_a_figure_that_is_not_finite_is_the_worst_and_is_written_as_none():
     assert (level.worst.check, level.worst.figure) == ("b", None)
 
 
+def test_a_share_at_its_best_is_not_the_worst_figure():
+    share = Gate(0.999, at_least=True)
+    level = _level(Check("a", lambda: judged(1.0, share)), Check("b", lambda: judged(1e-12, GATE)))
+    assert level.worst is not None
+    assert level.worst.check == "b"
+    level = _level(Check("a", lambda: judged(0.9, share)), Check("b", lambda: judged(1e-12, GATE)))
+    assert level.worst is not None
+    assert level.worst.check == "a"
+
+
 def test_a_refusal_leaves_only_config_coverage_ok():
     assert _level(Check("a", passed), _raising(REFUSAL)).status == "refused"
     assert _level(Check("a", passed), _raising(REFUSAL), answers=True).status == "ok"
