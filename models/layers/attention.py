@@ -1,6 +1,7 @@
 """Grouped-query self-attention, every variant a config field."""
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from bestiary.kernels.attention import MaskSpec, attention
@@ -58,7 +59,7 @@ class SelfAttention(nn.Module):
             k, v = cache.append(self.index, k, v)
         sinks = self.sinks if self.config.sinks else None
         out = attention(q, k, v, mask, scale=self.config.scale, sinks=sinks, softcap=self.config.logit_softcap)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return self.o_proj(rearrange(out, "b heads t d -> b t (heads d)"))
 
     def _normed_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys, values (B, heads, T, head_dim), normalised where that comes before RoPE."""
@@ -69,7 +70,7 @@ class SelfAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if clip is not None:
             q, k, v = q.clamp(-clip, clip), k.clamp(-clip, clip), v.clamp(-clip, clip)
-        q, k, v = (t.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (rearrange(x, "b t (heads d) -> b heads t d", d=self.config.head_dim) for x in (q, k, v))
         if span is QKNormSpan.HEAD:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from bestiary.kernels.experts import ExpertLinear, experts_mlp
@@ -78,12 +79,12 @@ class Router(Adaptable, nn.Module):
         scores = logits.sigmoid()
         biased = scores + self.e_score_correction_bias
         if router.num_groups > 1:
-            grouped = biased.unflatten(-1, (router.num_groups, -1))
+            grouped = rearrange(biased, "n (groups e) -> n groups e", groups=router.num_groups)
             best_groups = grouped.topk(2, dim=-1).values.sum(-1).topk(router.topk_groups, dim=-1).indices
             open_groups = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=x.device).scatter(
                 1, best_groups, True
             )
-            biased = grouped.masked_fill(~open_groups[..., None], -torch.inf).flatten(1)
+            biased = rearrange(grouped.masked_fill(~open_groups[..., None], -torch.inf), "n groups e -> n (groups e)")
         indices = biased.topk(router.top_k, dim=-1).indices
         weights = scores.gather(1, indices)
         if router.normalize:
