@@ -74,7 +74,7 @@ def setting(kind: str) -> tuple[LlamaConfig, Rope]:
     return config, Rope(theta=theta, rotary_dim=DIM, scaling=scaling)
 
 
-@pytest.mark.parametrize("length", [5, 2048, 2049, 4097, 50_000])
+@pytest.mark.parametrize("length", [5, 2048, 2049, 4096, 4097, 50_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_frequencies_are_bit_equal(kind: str, dtype: torch.dtype, length: int) -> None:
