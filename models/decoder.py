@@ -259,7 +259,7 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
             for name, parameter in self.named_parameters():
                 if only is not None and name not in only:
                     continue
-                generator = torch.Generator(parameter.device).manual_seed(_seed_of(name, seed))
+                generator = torch.Generator(parameter.device).manual_seed(seed_of(name, seed))
                 if name in norms:
                     parameter.fill_(0.0 if self.decoder_config.norm.plus_one else 1.0)
                 elif name.endswith("bias"):
@@ -335,7 +335,7 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
             )
 
 
-def _seed_of(name: str, seed: int) -> int:
+def seed_of(name: str, seed: int) -> int:
     """A seed whose low 32 bits mix both: torch's CPU generator reads no others."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
 

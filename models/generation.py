@@ -100,7 +100,7 @@ class GenerationMixin:
             use_cache: False recomputes everything for each token (a reference for tests).
         Returns:
             (B, T + new) int64; with `return_log_probs` also (B, new): log-probability of each token under
-            softmax(logits / temperature), before filters, 0 after the end of a row.
+            softmax(logits / temperature), before filters, 0 after the end of a row. Greedy has no temperature.
         Raises:
             InvalidInput: right padding, an empty row, or a length beyond the context without `allow_long`.
         """
@@ -128,7 +128,7 @@ class GenerationMixin:
             logits = logits.to(at_least_fp32(logits.dtype))  # a cumulative sum in bf16 would not reach top_p
             chosen = torch.where(running, sampling.choose(logits, generator), pad)
             if return_log_probs:
-                scored = (logits / sampling.temperature).log_softmax(-1)
+                scored = (logits / sampling.temperature if sampling.do_sample else logits).log_softmax(-1)
                 log_probs.append(torch.where(running, scored.gather(-1, chosen[:, None]).squeeze(-1), 0.0))
             sequence = torch.cat((sequence, chosen[:, None]), dim=1)
             if mask is not None:

@@ -7,7 +7,7 @@ from fnmatch import translate
 import torch
 from torch import Tensor, nn
 
-from bestiary.models.decoder import Decoder
+from bestiary.models.decoder import Decoder, seed_of
 from bestiary.models.errors import InvalidInput, NoSuchModule
 from bestiary.models.layers.embedding import Embedding
 from bestiary.models.layers.head import Head
@@ -62,10 +62,10 @@ def resize_token_embeddings(model: Decoder, size: int, *, seed: int = 0) -> nn.M
             f"embed_tokens is a {type(embedding).__name__} and lm_head a {type(head).__name__}: one was replaced.",
             remedy="resize first and replace then",
         )
-    embedding.weight = _resized(embedding.weight, size, config.initializer_range, seed)
+    embedding.weight = _resized("embed_tokens", embedding.weight, size, config.initializer_range, seed)
     embedding.num_embeddings = size
     if not config.tie_word_embeddings:
-        head.weight = _resized(head.weight, size, config.initializer_range, seed + 1)
+        head.weight = _resized("lm_head", head.weight, size, config.initializer_range, seed)
     head.out_features = size
     model.decoder_config = model.model.decoder_config = config
     model.tie_weights()
@@ -74,11 +74,13 @@ def resize_token_embeddings(model: Decoder, size: int, *, seed: int = 0) -> nn.M
     return embedding
 
 
-def _resized(weight: Tensor, size: int, spread: float, seed: int) -> nn.Parameter:
+def _resized(name: str, weight: Tensor, size: int, spread: float, seed: int) -> nn.Parameter:
     kept = min(size, weight.shape[0])
     resized = torch.empty(size, weight.shape[1], dtype=weight.dtype, device=weight.device)
     with torch.no_grad():
         resized[:kept] = weight[:kept]
-        generator = torch.Generator(weight.device).manual_seed(seed)
+        generator = torch.Generator(weight.device).manual_seed(
+            seed_of(f"{name}[{kept}:]", seed)
+        )  # other rows, other values
         resized[kept:].normal_(0.0, spread, generator=generator)
     return nn.Parameter(resized, requires_grad=weight.requires_grad)

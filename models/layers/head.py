@@ -48,11 +48,12 @@ class Head(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The weight; nothing where it is the embedding's, unless duplicates are asked for.
+        """The weight; where it is the embedding's, a walk that takes each module's own (`recurse=False`) finds nothing.
 
-        torch's distributed checkpoint walks the modules one by one and expects of `state_dict` all that they name here.
+        torch's distributed checkpoint walks so and expects of `state_dict` every name that it finds, FSDP2 walks so to
+        hand each Parameter to one group.
         """
-        if self.tied and remove_duplicate:
+        if self.tied and remove_duplicate and not recurse:
             return iter(())
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
