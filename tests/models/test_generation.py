@@ -211,6 +211,15 @@ def test_log_probs_are_those_of_the_forward_pass() -> None:
     assert (log_probs < 0).any()
 
 
+def test_greedy_knows_no_temperature() -> None:
+    """Not even one of zero, which many use to say greedy."""
+    model, ids = untied("qwen3"), tokens(1, 5)
+    plain, warm = (model.generate(ids, max_new_tokens=3, temperature=t, return_log_probs=True) for t in (None, 0.0))
+    assert torch.equal(plain[0], warm[0])
+    assert torch.equal(plain[1], warm[1])
+    assert (plain[1] < 0).all()
+
+
 def test_the_context_is_a_limit_unless_allowed() -> None:
     """Counted in tokens, not in padding."""
     model = tiny("qwen3", max_position_embeddings=16)

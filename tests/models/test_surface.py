@@ -116,7 +116,7 @@ def test_state_dicts_load_with_and_without_the_tied_head() -> None:
         untied.load_state_dict(state)
     with pytest.raises(RuntimeError, match=r"Unexpected key\(s\).*lm_head.bias"):
         target.load_state_dict({**state, "lm_head.bias": torch.zeros(VOCAB)})
-    with pytest.raises(RuntimeError, match="differs from model.embed_tokens.weight"):
+    with pytest.raises(RuntimeError, match=r"differs from model\.embed_tokens\.weight"):
         target.load_state_dict({**state, "lm_head.weight": state["model.embed_tokens.weight"] + 1})
 
 
@@ -129,6 +129,16 @@ def test_the_gradient_of_a_tied_matrix_is_the_sum_of_both_uses() -> None:
         model(ids, labels=ids).loss.backward()
     both = apart.model.embed_tokens.weight.grad + apart.lm_head.weight.grad
     torch.testing.assert_close(tied.lm_head.weight.grad, both, rtol=1e-10, atol=1e-13)
+
+
+def test_a_tied_head_is_hidden_only_from_walks_over_modules() -> None:
+    """Whoever freezes or counts the head itself finds its weight."""
+    head = tiny("qwen3").lm_head
+    assert [name for name, _ in head.named_parameters()] == ["weight"]
+    assert list(head.named_parameters(recurse=False)) == []
+    assert [name for name, _ in head.named_parameters(recurse=False, remove_duplicate=False)] == ["weight"]
+    head.requires_grad_(False)
+    assert not head.weight.requires_grad
 
 
 # ---------------------------------------------------------------------- what trainers read

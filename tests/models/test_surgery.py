@@ -171,6 +171,17 @@ def test_a_resized_model_knows_its_new_range() -> None:
         model(torch.tensor([[64]]))
 
 
+def test_growing_twice_gives_no_token_twice() -> None:
+    """New rows depend on where they stand; the same call on the same model gives the same rows."""
+    model, again = tiny("qwen3"), tiny("qwen3")
+    for size in (VOCAB + 5, VOCAB + 10):
+        resize_token_embeddings(model, size)
+        resize_token_embeddings(again, size)
+    new = model.model.embed_tokens.weight[VOCAB:]
+    assert torch.unique(new, dim=0).shape[0] == 10
+    assert torch.equal(again.model.embed_tokens.weight[VOCAB:], new)
+
+
 def test_frozen_embeddings_stay_frozen() -> None:
     """New Parameters take over requires_grad."""
     model = tiny("qwen3", tie_word_embeddings=False)
