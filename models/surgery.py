@@ -79,8 +79,7 @@ def _resized(name: str, weight: Tensor, size: int, spread: float, seed: int) -> 
     resized = torch.empty(size, weight.shape[1], dtype=weight.dtype, device=weight.device)
     with torch.no_grad():
         resized[:kept] = weight[:kept]
-        generator = torch.Generator(weight.device).manual_seed(
-            seed_of(f"{name}[{kept}:]", seed)
-        )  # other rows, other values
+        # Named by where the rows stand: growing twice gives no two tokens the same row.
+        generator = torch.Generator(weight.device).manual_seed(seed_of(f"{name}[{kept}:]", seed))
         resized[kept:].normal_(0.0, spread, generator=generator)
     return nn.Parameter(resized, requires_grad=weight.requires_grad)
