@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bestiary.verify import gates
 from bestiary.verify.inputs import Inputs
 from bestiary.verify.measure import max_over_std, relative_rms
-from bestiary.verify.trace import Event, Trace, traced
+from bestiary.verify.tracing import Event, Trace, traced
 from bestiary.verify.verdict import Divergence
 
 _LAYER = re.compile(r"\.layers\.(\d+)(?:\.|$)")

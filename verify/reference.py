@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bestiary.verify.inputs import Inputs
-from bestiary.verify.trace import Trace, traced
+from bestiary.verify.tracing import Trace, traced
 from bestiary.verify.weights import Store, perturb
 
 T = TypeVar("T")
