@@ -11,7 +11,8 @@ import base64
 import hashlib
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import PackagePath, distribution
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def own_hashes(bridge_module: str, config_json: str) -> dict[str, str]:
     }
 
 
+@cache
 def _recorded() -> dict[Path, str]:
     """Installed path to base64 sha256 of every Python file in the wheel's RECORD."""
     files: Iterable[PackagePath] = distribution(PACKAGE).files or ()
@@ -81,13 +83,16 @@ def altered_files(recorded: dict[Path, str] | None = None) -> list[str]:
     return altered
 
 
-def _defined(file: Path) -> Iterator[tuple[str, ...]]:
+@cache
+def _defined(file: Path) -> tuple[tuple[str, ...], ...]:
     """Names of the functions and methods that a source file defines: (function,) or (class, method)."""
+    found: list[tuple[str, ...]] = []
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef):
-            yield (node.name,)
+            found.append((node.name,))
         elif isinstance(node, ast.ClassDef):
-            yield from ((node.name, item.name) for item in node.body if isinstance(item, ast.FunctionDef))
+            found += [(node.name, item.name) for item in node.body if isinstance(item, ast.FunctionDef)]
+    return tuple(found)
 
 
 def _function(owner: Any, names: tuple[str, ...]) -> types.FunctionType | None:
@@ -99,7 +104,7 @@ def _function(owner: Any, names: tuple[str, ...]) -> types.FunctionType | None:
             return None
     value = value.fget if isinstance(value, property) else value
     value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-    while hasattr(value, "__wrapped__"):
+    while value is not None and hasattr(value, "__wrapped__"):
         value = value.__wrapped__
     return value if isinstance(value, types.FunctionType) else None
 

@@ -1,7 +1,7 @@
 """Likely causes: planted bugs that, put into Hugging Face's model, make it give exactly what ours gave.
 
 A cause is named only when the reference with that one bug reproduces our output to the gate of the level that failed.
-Most candidates are turned away early: the reference runs no further than the layer in which the two sides part.
+Most candidates are turned away early: behind the first layer the reference with the bug must have what ours has there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def explain(evidence: Evidence, catalogue: Sequence[PlantedBug] = CATALOGUE) -> 
     reference, distance_of, gate = _question(evidence)
     if distance_of(reference) <= gate:
         return []  # nothing to explain: without a bug the reference agrees already
-    screen = _screen(evidence, reference)
+    screen = _screen(evidence)
     found = []
     for bug in _candidates(evidence, catalogue):
         figure = _replayed(bug, reference, screen, distance_of, gate)
@@ -59,11 +59,19 @@ def explain(evidence: Evidence, catalogue: Sequence[PlantedBug] = CATALOGUE) -> 
 
 
 def _candidates(evidence: Evidence, catalogue: Sequence[PlantedBug]) -> list[PlantedBug]:
-    """Bugs with a counterpart in the reference; where the forward agrees, those of losses and gradients."""
+    """Bugs with a counterpart in the reference; where a plain forward agrees, those that leave it alone."""
     known = [bug for bug in catalogue if bug.reference is not None]
-    if evidence.divergence is None and evidence.replay.question is None:
-        return [bug for bug in known if bug.level == "V4"]
-    return [bug for bug in known if bug.level != "V4"]
+    if evidence.replay.question is None:
+        silent = evidence.divergence is None
+        return [bug for bug in known if (bug.level == "V4") is silent]
+    if not _plain_forward_agrees(evidence):
+        return known
+    return [bug for bug in known if bug.level == evidence.level]
+
+
+def _plain_forward_agrees(evidence: Evidence) -> bool:
+    lab, case = evidence.lab, evidence.replay.case
+    return _forward(lab.model(case), lab.probe(case))(lab.hf(case)) <= lab.gates["V2"].limit
 
 
 def _replayed(
@@ -142,6 +150,8 @@ def _gradients(lab: Lab, case: str, model: Decoder, inputs: Inputs) -> Distance:
 
 # ------------------------------------------------------------------ turning candidates away early
 
+FIRST = "model.layers.0"
+
 
 class _Reached(Exception):
     """Ends a forward at the module whose output is asked for."""
@@ -153,7 +163,7 @@ class _Reached(Exception):
 
 @dataclass(frozen=True)
 class _Screen:
-    """Distance of the hidden state behind one layer; the reference runs no further."""
+    """Distance of the hidden state behind the first layer; the reference runs no further."""
 
     module: str
     ours: Tensor
@@ -173,15 +183,13 @@ class _Screen:
         return float("inf")
 
 
-def _screen(evidence: Evidence, reference: Reference) -> Distance | None:
-    """The output of the layer in which the sides part, if that is inside a layer."""
-    divergence, replay, lab = evidence.divergence, evidence.replay, evidence.lab
-    if divergence is None or divergence.layer is None or replay.question is not None:
+def _screen(evidence: Evidence) -> Distance | None:
+    """The output of our first layer as a condition on every candidate for a divergence of the forward."""
+    lab, replay = evidence.lab, evidence.replay
+    if evidence.divergence is None:
         return None
-    name = f"model.layers.{divergence.layer}"
     inputs = replay.inputs.without_labels()
-    outputs = trace_ours(lab.model(replay.case), inputs).first(name, "out")
-    theirs = ModuleMap(lab.ours.current.module_map).theirs(name)
-    if not outputs or theirs not in dict(reference.model.named_modules()):
+    outputs = trace_ours(lab.model(replay.case), inputs).first(FIRST, "out")
+    if not outputs:
         return None
-    return _Screen(theirs, _real(outputs[0], inputs), inputs)
+    return _Screen(ModuleMap(lab.ours.current.module_map).theirs(FIRST), _real(outputs[0], inputs), inputs)

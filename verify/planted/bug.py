@@ -1,7 +1,8 @@
 """What a planted bug is: a record that says what is wrong, where it can occur and which level must kill it.
 
-A bug is planted in our code, our config adapter, our rules or our loader, never in a number that a level computed. Where
-it makes sense the same bug can be planted in the reference too: a run whose output it reproduces has found its cause.
+A bug is planted in our code, our config adapter, our rules or our loader, never in a number that a level computed.
+Where it makes sense the same bug can be planted in the reference too: a run whose output it reproduces has found its
+cause.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from torch import nn
 
 from bestiary.bridges import Bridge
 from bestiary.models.config import DecoderConfig
-
 from bestiary.verify.side import OurSide
 
 Plant = Callable[[OurSide], None]
@@ -24,12 +24,12 @@ ReferencePlant = Callable[[nn.Module], AbstractContextManager[nn.Module]]
 """Yields a model with the bug: the one given, changed for the length of a block, or a sibling with the same weights."""
 
 
-def everywhere(config: DecoderConfig) -> bool:  # noqa: ARG001 - a predicate like the others
+def everywhere(config: DecoderConfig) -> bool:
     """Applies to any decoder."""
     return True
 
 
-def anyone(bridge: Bridge) -> bool:  # noqa: ARG001
+def anyone(bridge: Bridge) -> bool:
     """Applies to any bridge."""
     return True
 
@@ -47,7 +47,8 @@ class PlantedBug:
         ours: plants it in our side.
         reference: plants it in the reference; None where the reference has no such place.
         config_fields: Hugging Face fields it misreads, for the reader of a verdict.
-        checks: parts of the names of V0 and V1 checks that name this cause; empty for bugs that a replay names.
+        checks: what the failing checks of V0, V1 and V3 say that names this cause; empty for bugs that a replay names.
+        quick: patterns of check ids to ask first, where the level is long; a survivor meets the whole level.
     """
 
     id: str
@@ -59,6 +60,7 @@ class PlantedBug:
     reference: ReferencePlant | None = None
     config_fields: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ()
 
     def concerns(self, bridge: Bridge, configs: Iterable[DecoderConfig]) -> bool:
         """Whether the bridge and one of its `configs` have what the bug breaks."""

@@ -108,6 +108,7 @@ BUGS = (
         ours=adapted(lambda config: config.with_(attention=replace(config.attention, qkv_bias=False, out_bias=False))),
         config_fields=("attention_bias",),
         checks=("attention_bias",),
+        quick=("attention_bias=*",),
     ),
     PlantedBug(
         id="C11c_activation_ignored",
@@ -117,6 +118,7 @@ BUGS = (
         ours=adapted(_default_activation),
         config_fields=("hidden_act", "hidden_activation"),
         checks=("hidden_act",),
+        quick=("hidden_act*",),
     ),
     PlantedBug(
         id="C12_unknown_fields_accepted",
@@ -124,6 +126,7 @@ BUGS = (
         level="V3",
         ours=patch("bestiary.bridges.fields:HFFields.done", lambda _: lambda self: None),
         checks=("frobnicate",),
+        quick=("must refuse/*",),
     ),
     PlantedBug(
         id="C06b_legacy_rope_theta_ignored",
@@ -132,6 +135,7 @@ BUGS = (
         ours=_hidden("rope_theta"),
         config_fields=("rope_theta",),
         checks=("rope_theta",),
+        quick=("rope_theta=*",),
     ),
     PlantedBug(
         id="C07f_legacy_rope_scaling_ignored",
@@ -140,6 +144,7 @@ BUGS = (
         ours=_hidden("rope_scaling"),
         config_fields=("rope_scaling",),
         checks=("rope_scaling",),
+        quick=("rope_scaling=*",),
     ),
     PlantedBug(
         id="G30a_score_soft_cap_applied",
@@ -149,6 +154,7 @@ BUGS = (
         ours=bridged(_score_cap),
         config_fields=("attn_logit_softcapping",),
         checks=("attn_logit_softcapping",),
+        quick=("attn_logit_softcapping=*",),
     ),
     PlantedBug(
         id="G30b_bidirectional_attention_ignored",
@@ -158,6 +164,7 @@ BUGS = (
         ours=_hidden("use_bidirectional_attention"),
         config_fields=("use_bidirectional_attention",),
         checks=("use_bidirectional_attention",),
+        quick=("use_bidirectional_attention=*",),
     ),
     PlantedBug(
         id="B44a_attention_bias_written_wrong",

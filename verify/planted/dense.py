@@ -96,9 +96,15 @@ def _clamped_logits(logits: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return head_logits
 
 
+def without_cap(config: Any) -> None:
+    """A Hugging Face config without its soft cap on the logits."""
+    if "final_logit_softcapping" in config.to_dict():
+        config.final_logit_softcapping = None
+
+
 def _clamped_there(model: Any) -> Any:
     cap = model.config.final_logit_softcapping
-    uncapped = replay.configured(lambda config: setattr(config, "final_logit_softcapping", None))
+    uncapped = replay.configured(without_cap)
     clamp = replay.forwards(replay.head, lambda _module, forward: lambda x: forward(x).clamp(-cap, cap))
     return replay.also(uncapped, clamp)(model)
 
@@ -174,7 +180,7 @@ BUGS = (
         level="V2",
         applies=_capped,
         ours=adapted(lambda config: config.with_(final_logit_softcap=None)),
-        reference=replay.configured(lambda config: setattr(config, "final_logit_softcapping", None)),
+        reference=replay.configured(without_cap),
         config_fields=("final_logit_softcapping",),
     ),
     PlantedBug(

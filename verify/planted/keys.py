@@ -128,13 +128,12 @@ def _lenient(plan: Callable[..., Plan]) -> Callable[..., Plan]:
 def _router_transposed(rules: Rules) -> Rules:
     def wrong(rule: Any) -> Any:
         if isinstance(rule, Rule) and "mlp.gate." in rule.native:
-            narrowed = [
+            return [
                 replace(one, layouts={name: transpose(source) for name, source in one.layouts.items()})
                 if one.native.endswith("weight")
                 else one
                 for one in rule.expanded()
             ]
-            return narrowed
         return [rule]
 
     return tuple(one for rule in rules for one in wrong(rule))
@@ -203,7 +202,7 @@ def _filled(change: Callable[[str, Tensor], Tensor]) -> Plant:
 
 
 def _fp32_whatever(init: Callable[..., None]) -> Callable[..., None]:
-    def built(self: Any, config: Any, *, dtype: Any = None, device: Any = None) -> None:  # noqa: ARG001
+    def built(self: Any, config: Any, *, dtype: Any = None, device: Any = None) -> None:
         init(self, config, dtype=torch.float32, device=device)
 
     return built

@@ -12,6 +12,7 @@ from torch import Tensor
 from bestiary.models.config import DecoderConfig
 from bestiary.verify.planted import replay
 from bestiary.verify.planted.bug import PlantedBug, ReferencePlant
+from bestiary.verify.planted.dense import without_cap
 from bestiary.verify.planted.patching import Plant, adapted, built, override, patch
 
 _DECODER = "bestiary.models.decoder"
@@ -215,7 +216,7 @@ BUGS = (
         level="V4",
         applies=lambda config: config.final_logit_softcap is not None,
         ours=patch(f"{_HEAD}:linear_log_prob", _uncapped),
-        reference=replay.configured(lambda config: setattr(config, "final_logit_softcapping", None)),
+        reference=replay.configured(without_cap),
         config_fields=("final_logit_softcapping",),
     ),
     PlantedBug(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bestiary.models.config import DecoderConfig, LayerType
 from bestiary.verify.planted import replay
 from bestiary.verify.planted.bug import PlantedBug
-from bestiary.verify.planted.patching import Plant, adapted, built, patch, together
+from bestiary.verify.planted.patching import Plant, adapted, built, patch, swapped, together
 
 _INPUTS = "bestiary.models.inputs"
 _MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
@@ -118,7 +119,7 @@ def _all_ones(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _positions_ignored(read: Callable[..., Any]) -> Callable[..., Any]:
-    def inputs(ids: Any, embeds: Any, mask: Any, position_ids: Any, *rest: Any) -> Any:  # noqa: ARG001
+    def inputs(ids: Any, embeds: Any, mask: Any, position_ids: Any, *rest: Any) -> Any:
         return read(ids, embeds, mask, None, *rest)
 
     return inputs
@@ -132,7 +133,7 @@ def _positions_ignored_there(_module: Any, forward: Callable[..., Any]) -> Calla
 
 
 def _offset_ignored(_positions: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def positions(key_valid: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:  # noqa: ARG001
+    def positions(key_valid: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
         return torch.arange(length, device=device)[None]
 
     return positions
@@ -146,6 +147,26 @@ def _offset_ignored_there(_module: Any, forward: Callable[..., Any]) -> Callable
         return forward(*args, **kwargs)
 
     return run
+
+
+def _no_positions(create: Callable[..., Any]) -> Callable[..., Any]:
+    """The mask cannot tell where a document starts."""
+    return lambda **kwargs: create(**{**kwargs, "position_ids": None})
+
+
+@contextmanager
+def _forgets_early_there(model: nn.Module) -> Iterator[nn.Module]:
+    from transformers.cache_utils import DynamicSlidingWindowLayer
+
+    def build(init: Callable[..., None]) -> Callable[..., None]:
+        def built(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            self.sliding_window -= 1
+
+        return built
+
+    with swapped(DynamicSlidingWindowLayer, "__init__", build(DynamicSlidingWindowLayer.__init__)):
+        yield model
 
 
 def _forgets_early(cache: Any) -> None:
@@ -223,6 +244,7 @@ BUGS = (
         level="V5",
         ours=patch(f"{_INPUTS}:MaskSpec", _padding_visible),
         reference=replay.also(*(replay.library(name, _all_ones) for name in _MASKS)),
+        quick=("*padding*",),
     ),
     PlantedBug(
         id="C17a_position_ids_ignored",
@@ -230,6 +252,7 @@ BUGS = (
         level="V5",
         ours=patch("bestiary.models.decoder:read_inputs", _positions_ignored),
         reference=replay.forwards(replay.backbone, _positions_ignored_there),
+        quick=("*packed*",),
     ),
     PlantedBug(
         id="C17b_cache_offset_ignored",
@@ -237,6 +260,7 @@ BUGS = (
         level="V5",
         ours=patch(f"{_INPUTS}:_positions", _offset_ignored),
         reference=replay.forwards(replay.backbone, _offset_ignored_there),
+        quick=("*cache*",),
     ),
     PlantedBug(
         id="C17c_cache_forgets_one_token",
@@ -244,6 +268,8 @@ BUGS = (
         level="V5",
         applies=_windowed,
         ours=built("bestiary.models.cache:Cache", _forgets_early),
+        reference=_forgets_early_there,
+        quick=("*cache*",),
     ),
     PlantedBug(
         id="C17d_packed_documents_leak",
@@ -253,5 +279,7 @@ BUGS = (
             patch(f"{_INPUTS}:_documents_by_restart", lambda _: lambda position_ids, batch: None),
             patch(f"{_INPUTS}:_documents_of", lambda read: lambda *args: torch.zeros_like(read(*args))),
         ),
+        reference=replay.also(*(replay.library(name, _no_positions) for name in _MASKS)),
+        quick=("*packed*",),
     ),
 )

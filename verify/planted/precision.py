@@ -28,7 +28,7 @@ def _narrow_tables(tables: Callable[..., tuple[Tensor, Tensor]]) -> Callable[...
 
 
 def _narrow_norm(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda x, *args, **kwargs: norm(_rounded(x), *args, **kwargs)
+    return lambda x, weight, *args, **kwargs: norm(x, _rounded(weight), *args, **kwargs)
 
 
 def _unsorted_weights(grouped: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -66,11 +66,11 @@ BUGS = (
         reference=replay.forwards(replay.rotaries, lambda _module, forward: _narrow_tables(forward)),
     ),
     PlantedBug(
-        id="H48b_norm_in_bf16",
-        cause="norms read their input in bfloat16 unless the model runs in float64",
+        id="H48b_norm_weight_in_bf16",
+        cause="the weights of norms pass through bfloat16 unless the model runs in float64",
         level="V6",
         ours=patch("bestiary.models.layers.norm:rms_norm", _narrow_norm),
-        reference=replay.forwards(replay.norms, lambda _module, forward: _narrow_norm(forward)),
+        reference=replay.tensors(replay.norms, _rounded, "weight"),
     ),
     PlantedBug(
         id="M48c_grouped_weights_unsorted",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -68,8 +68,14 @@ def norms(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if type(module).__name__.endswith("Norm")]
 
 
+class Misfit(ValueError):
+    """A bug planted in a model that has no such place, or where the place already is what the bug would make of it."""
+
+
 @contextmanager
 def _all(model: nn.Module, contexts: list[AbstractContextManager[Any]]) -> Iterator[nn.Module]:
+    if not contexts:
+        raise Misfit("nothing to change")
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
@@ -97,13 +103,16 @@ def exchanged(pairs: Callable[[nn.Module], list[tuple[Any, Any]]]) -> ReferenceP
 
 def attributes(find: Finder, value: Callable[[Any], Any], *names: str) -> ReferencePlant:
     """Those of the attributes `names` that a module found has are `value(module)`."""
-    return lambda model: _all(
-        model, [swapped(m, name, value(m)) for m in find(model) for name in names if hasattr(m, name)]
-    )
+
+    def plant(model: nn.Module) -> AbstractContextManager[nn.Module]:
+        new = [(m, name, value(m)) for m in find(model) for name in names if hasattr(m, name)]
+        return _all(model, [swapped(m, name, one) for m, name, one in new if getattr(m, name) != one])
+
+    return plant
 
 
 def library(name: str, wrap: Callable[[Any], Any]) -> ReferencePlant:
-    """The function `name` of the modelling file is `wrap(function)`; files without it stay as they are."""
+    """The function `name` of the modelling file is `wrap(function)`."""
 
     def plant(model: nn.Module) -> AbstractContextManager[nn.Module]:
         module = sys.modules[type(model).__module__]
@@ -119,9 +128,12 @@ def tensors(find: Finder, change: Callable[[Tensor], Tensor], *names: str) -> Re
     def plant(model: nn.Module) -> Iterator[nn.Module]:
         found = [getattr(m, name) for m in find(model) for name in names if getattr(m, name, None) is not None]
         before = [tensor.detach().clone() for tensor in found]
+        after = [change(values) for values in before]
+        if all(torch.equal(old, new) for old, new in zip(before, after, strict=True)):
+            raise Misfit("nothing to change")
         with torch.no_grad():
-            for tensor, values in zip(found, before, strict=True):
-                tensor.copy_(change(values))
+            for tensor, values in zip(found, after, strict=True):
+                tensor.copy_(values)
         try:
             yield model
         finally:
@@ -137,11 +149,7 @@ def configured(change: Callable[[Any], None]) -> ReferencePlant:
 
     @contextmanager
     def plant(model: nn.Module) -> Iterator[nn.Module]:
-        config = copy.deepcopy(model.config)
-        change(config)
-        if config.to_dict() == model.config.to_dict():
-            yield model
-            return
+        config = _altered(model.config, change)
         state = model.state_dict()
         with _building_as(model):
             sibling: nn.Module = type(model)(config)
@@ -153,18 +161,23 @@ def configured(change: Callable[[Any], None]) -> ReferencePlant:
     return plant
 
 
+def _altered(config: Any, change: Callable[[Any], None]) -> Any:
+    """A copy of `config` that `change` has altered."""
+    altered = copy.deepcopy(config)
+    change(altered)
+    if altered.to_dict() == config.to_dict():
+        raise Misfit("nothing to change")
+    return altered
+
+
 def turned(change: Callable[[Any], None]) -> ReferencePlant:
     """Rotary modules rebuilt from a config that `change` has altered in place; the rest stays."""
 
     @contextmanager
     def plant(model: nn.Module) -> Iterator[nn.Module]:
-        config = copy.deepcopy(model.config)
-        change(config)
+        config = _altered(model.config, change)
         owner = model.get_submodule("model")
         before = owner._modules["rotary_emb"]
-        if config.to_dict() == model.config.to_dict():
-            yield model
-            return
         with _building_as(model):
             owner._modules["rotary_emb"] = type(before)(config)
         try:
@@ -184,13 +197,18 @@ def _building_as(model: nn.Module) -> Iterator[None]:
 
 
 def also(*plants: ReferencePlant) -> ReferencePlant:
-    """Several plants at once; at most the first may yield a sibling."""
+    """Those of several plants that fit, one of them at least; only the first may yield a sibling."""
 
     @contextmanager
     def plant(model: nn.Module) -> Iterator[nn.Module]:
+        fitting = 0
         with ExitStack() as stack:
             for one in plants:
-                model = stack.enter_context(one(model))
+                with suppress(Misfit):
+                    model = stack.enter_context(one(model))
+                    fitting += 1
+            if not fitting:
+                raise Misfit("nothing to change")
             yield model
 
     return plant

@@ -94,6 +94,7 @@ def _ignored(kind: str, applies: Callable[[DecoderConfig], bool], level: str, le
         reference=reference,
         config_fields=("rope_parameters", "rope_scaling"),
         checks=(f"rope_type={kind}", f"[{kind}]"),
+        quick=(f"*rope_type={kind}",),
     )
 
 
@@ -102,6 +103,9 @@ def _scaled(kind: str) -> Callable[[DecoderConfig], bool]:
 
 
 # ------------------------------------------------------------------ YaRN
+
+
+_yarned = _scaled("yarn")
 
 
 def _truncatable(config: DecoderConfig) -> bool:
@@ -114,7 +118,7 @@ def _yarn(
     field: str,
     ours: Callable[[YarnScaling, DecoderConfig], YarnScaling],
     reference: Callable[[dict[str, Any], Any], None],
-    applies: Callable[[DecoderConfig], bool] = _scaled("yarn"),
+    applies: Callable[[DecoderConfig], bool] = _yarned,
 ) -> PlantedBug:
     def wrong(rope: Rope, config: DecoderConfig) -> Rope:
         return replace(rope, scaling=ours(rope.scaling, config)) if isinstance(rope.scaling, YarnScaling) else rope

@@ -1,0 +1,319 @@
+"""`verify-bridge self-test`: does the verifier find what is wrong, and leave alone what is right?
+
+Every planted bug that concerns a family must be killed by its level, and its cause named; every benign rewrite must
+pass. A family whose untouched model does not pass proves nothing: then nothing it "kills" counts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from bestiary.bridges import get_bridge
+from bestiary.verify.benign import REWRITES, Benign
+from bestiary.verify.gates import GATE_VERSION
+from bestiary.verify.hypotheses import explain
+from bestiary.verify.planted import PlantedBug, catalogue_with
+from bestiary.verify.reference import ReferencePool
+from bestiary.verify.run import BadUsage, run
+from bestiary.verify.tiny import Raw, tiny_configs
+from bestiary.verify.verdict import Exit, Finding, Verdict
+
+MIN_BUGS = 34
+MIN_BENIGN = 10
+MIN_NAMED = 0.9
+"""Share of kills whose cause the verdict must name."""
+
+KILLING = frozenset({Exit.NUMERIC, Exit.KEYS, Exit.CONFIG, Exit.TAMPERING})
+"""Exit codes that find a bug; a refusal or an inconclusive run does not."""
+
+NAMED_BY_CHECK = frozenset({"V0", "V1", "V3"})
+"""Levels whose checks carry the name of the key or field that is wrong; the others name causes by replay."""
+
+_CRASH = re.compile(r"(Attribute|Type|Name|Import|ModuleNotFound|UnboundLocal|Syntax|Assertion)\w*Error: ")
+Progress = Callable[[str], None]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+
+class Kill(_Strict):
+    """One bug planted in one family: whether its level found it, by which check, and which causes the verdict names."""
+
+    bug: str
+    level: str
+    cause: str
+    killed: bool
+    named: bool
+    verdict: str
+    check: str = ""
+    detail: str = ""
+    causes: list[str] = Field(default_factory=list)
+    seconds: float
+
+
+class Pass(_Strict):
+    """One benign rewrite of one family: whether every level passed, else what raised the false alarm."""
+
+    rewrite: str
+    levels: str
+    passed: bool
+    verdict: str
+    check: str = ""
+    detail: str = ""
+    seconds: float
+
+
+class FamilyResult(_Strict):
+    """The self-test of one family. `clean` is the verdict of the untouched model over all levels."""
+
+    family: str
+    clean: str
+    kills: list[Kill]
+    passes: list[Pass]
+    seconds: float
+
+    @property
+    def survivors(self) -> list[Kill]:
+        """Bugs that no check found."""
+        return [kill for kill in self.kills if not kill.killed]
+
+    @property
+    def alarms(self) -> list[Pass]:
+        """Rewrites that did not pass."""
+        return [run for run in self.passes if not run.passed]
+
+
+class SelfTest(_Strict):
+    """What `--json` writes."""
+
+    schema_: Literal["bestiary.self_test/1"] = Field(default="bestiary.self_test/1", alias="schema")
+    exit_code: Exit
+    seed: int
+    gate_version: int
+    seconds: float
+    families: list[FamilyResult]
+    problems: list[str]
+
+    def to_json(self) -> str:
+        """The result as JSON text."""
+        return self.model_dump_json(by_alias=True, indent=1)
+
+    def text(self) -> str:
+        """One line a family, then what went wrong, then the sums."""
+        levels = sorted({kill.level for family in self.families for kill in family.kills})
+        widths = [f"{level:>7}" for level in levels]
+        lines = [f"{'self-test':<14}" + "".join(widths) + f"{'killed':>10}{'named':>10}{'alarms':>9}{'seconds':>9}"]
+        for family in self.families:
+            found = Counter(kill.level for kill in family.kills if kill.killed)
+            planted = Counter(kill.level for kill in family.kills)
+            cells = "".join(f"{f'{found[level]}/{planted[level]}':>7}" for level in levels)
+            killed, named = sum(found.values()), sum(kill.named for kill in family.kills)
+            lines.append(
+                f"{family.family:<14}{cells}{f'{killed}/{len(family.kills)}':>10}{f'{named}/{killed}':>10}"
+                f"{f'{len(family.alarms)}/{len(family.passes)}':>9}{family.seconds:>9.0f}"
+            )
+        lines += [f"  {problem}" for problem in self.problems[:20]]
+        kills = [kill for family in self.families for kill in family.kills]
+        killed = sum(kill.killed for kill in kills)
+        applicable = ", ".join(f"{family.family} {len(family.kills)}" for family in self.families)
+        alarms = sum(len(family.alarms) for family in self.families)
+        runs = sum(len(family.passes) for family in self.families)
+        named = sum(kill.named for kill in kills)
+        lines += [
+            f"killed {killed}/{len(kills)}, applicable {applicable}, false alarms {alarms}/{runs}",
+            f"{len({kill.bug for kill in kills})} bugs, {len(_rewrites(self.families))} benign rewrites, "
+            f"causes named {named}/{killed}, gate {self.gate_version}, seed {self.seed}, {self.seconds:.0f} s",
+            f"exit {int(self.exit_code)}",
+        ]
+        return "\n".join(lines)
+
+
+def _rewrites(families: Sequence[FamilyResult]) -> set[str]:
+    return {run.rewrite for family in families for run in family.passes}
+
+
+# ------------------------------------------------------------------ one family
+
+
+def plant(family: str, bug: PlantedBug, *, seed: int = 0, pool: ReferencePool | None = None) -> Kill:
+    """Runs the level of a planted bug: on the first tiny config it concerns, and on all of them if it survives there.
+
+    A kill by fewer configs or checks is a kill by all: the rest could only add findings.
+    """
+    start = time.perf_counter()
+    shared = pool or ReferencePool()
+    verdict, error = _planted(family, bug, _first_case(family, bug), bug.quick, seed, shared)
+    if not _killing(verdict):
+        verdict, error = _planted(family, bug, None, (), seed, shared)
+    findings = _killing(verdict)
+    found = [f"{finding.check}: {finding.detail}" for finding in findings]
+    causes = [] if verdict is None else [hypothesis.mutation_id for hypothesis in verdict.hypotheses]
+    by_check = bug.level in NAMED_BY_CHECK and any(part in text for part in bug.checks for text in found)
+    first = findings[0] if findings else None
+    return Kill(
+        bug=bug.id,
+        level=bug.level,
+        cause=bug.cause,
+        killed=bool(findings),
+        named=bool(findings) and (by_check or bug.id in causes),
+        verdict=error if verdict is None else verdict.verdict,
+        check="" if first is None else first.check,
+        detail="" if first is None else first.detail[:200],
+        causes=causes,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _first_case(family: str, bug: PlantedBug) -> dict[str, Raw] | None:
+    """The first tiny config that has what the bug breaks; all of them for the config sweep, which has its own."""
+    bridge = get_bridge(family)
+    if bug.level == "V3":
+        return None
+    cases = tiny_configs(bridge.reference)
+    return next(({name: raw} for name, raw in cases.items() if bug.applies(bridge.parse(raw).decoder)), None)
+
+
+def _planted(
+    family: str, bug: PlantedBug, cases: dict[str, Raw] | None, only: Sequence[str], seed: int, pool: ReferencePool
+) -> tuple[Verdict | None, str]:
+    """The verdict on a family with the bug; None and why, where it cannot be planted or no check has that name."""
+    try:
+        verdict = run(family, bug.level, seed, only=only, cases=cases, mutate_ours=bug.ours, pool=pool, explain=explain)
+    except BadUsage as error:
+        return None, f"no such check: {error.what}"
+    except (AttributeError, ImportError, TypeError, KeyError) as error:
+        return None, f"cannot be planted: {type(error).__name__}: {error}"
+    return verdict, ""
+
+
+def _killing(verdict: Verdict | None) -> list[Finding]:
+    """Failed checks that found the bug. A crash of Python is no finding: it may be the plant itself that is broken."""
+    if verdict is None or verdict.exit_code not in KILLING:
+        return []
+    failed = [item for level in verdict.levels for item in level.findings if item.status == "failed"]
+    return [item for item in failed if not _CRASH.match(item.detail)]
+
+
+def rewrite(family: str, benign: Benign, *, seed: int = 0, pool: ReferencePool | None = None) -> Pass:
+    """Runs the levels of a benign rewrite; anything but a pass is a false alarm."""
+    start = time.perf_counter()
+    verdict = run(family, benign.levels, seed, mutate_ours=benign.ours, pool=pool, keep_going=True)
+    findings = [item for level in verdict.levels for item in level.findings]
+    return Pass(
+        rewrite=benign.id,
+        levels=benign.levels,
+        passed=verdict.exit_code == Exit.PASS,
+        verdict=verdict.verdict,
+        check=findings[0].check if findings else "",
+        detail=findings[0].detail[:200] if findings else "",
+        seconds=time.perf_counter() - start,
+    )
+
+
+def examine(
+    family: str,
+    bugs: Sequence[PlantedBug],
+    rewrites: Sequence[Benign] = REWRITES,
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> FamilyResult:
+    """Runs a family untouched, then with each bug and each rewrite that concerns it."""
+    start, say, pool = time.perf_counter(), progress or (lambda _: None), ReferencePool()
+    bridge = get_bridge(family)
+    say(f"{family} untouched")
+    clean = run(family, None, seed, pool=pool)
+    configs = [bridge.parse(raw).decoder for raw in tiny_configs(bridge.reference).values()]
+    kills, passes = [], []
+    for bug in bugs:
+        if bug.concerns(bridge, configs):
+            say(f"{family} {bug.id}")
+            kills.append(plant(family, bug, seed=seed, pool=pool))
+    for benign in rewrites:
+        if any(benign.applies(config) for config in configs):
+            say(f"{family} {benign.id}")
+            passes.append(rewrite(family, benign, seed=seed, pool=pool))
+    return FamilyResult(
+        family=family, clean=clean.verdict, kills=kills, passes=passes, seconds=time.perf_counter() - start
+    )
+
+
+# ------------------------------------------------------------------ all of them
+
+
+def _work(family: str, catalogues: Sequence[str], seed: int) -> FamilyResult:
+    return examine(family, catalogue_with(catalogues), seed=seed)
+
+
+def judge(families: Sequence[FamilyResult], *, seed: int, seconds: float) -> SelfTest:
+    """The result over families: anything that is missing is a problem, and a problem is never exit 0."""
+    wrong = [f"{f.family}: the untouched model does not pass ({f.clean})" for f in families if f.clean != "pass"]
+    wrong += [f"{f.family}: {k.bug} survives {k.level} ({k.verdict}): {k.cause}" for f in families for k in f.survivors]
+    wrong += [f"{f.family}: false alarm on {p.rewrite}: {p.check} {p.detail}" for f in families for p in f.alarms]
+    weak = []
+    bugs = {kill.bug for family in families for kill in family.kills}
+    if len(bugs) < MIN_BUGS:
+        weak.append(f"{len(bugs)} bugs were planted, at least {MIN_BUGS} needed")
+    if len(_rewrites(families)) < MIN_BENIGN:
+        weak.append(f"{len(_rewrites(families))} benign rewrites were run, at least {MIN_BENIGN} needed")
+    killed = [kill for family in families for kill in family.kills if kill.killed]
+    named = sum(kill.named for kill in killed)
+    if named < MIN_NAMED * len(killed):
+        unnamed = ", ".join(dict.fromkeys(kill.bug for kill in killed if not kill.named))
+        weak.append(f"the cause of {named} of {len(killed)} kills is named, {MIN_NAMED:.0%} needed; not of {unnamed}")
+    code = Exit.NUMERIC if wrong else Exit.INCONCLUSIVE if weak or not families else Exit.PASS
+    return SelfTest(
+        exit_code=code,
+        seed=seed,
+        gate_version=GATE_VERSION,
+        seconds=seconds,
+        families=list(families),
+        problems=[*wrong, *weak],
+    )
+
+
+def self_test(
+    families: Sequence[str],
+    *,
+    catalogues: Sequence[str] = (),
+    seed: int = 0,
+    progress: Progress | None = None,
+    workers: int | None = None,
+) -> SelfTest:
+    """Plants the catalogue, and that of further modules, in each family.
+
+    Args:
+        families: model types.
+        catalogues: modules with more `BUGS`.
+        seed: of weights and inputs.
+        progress: called with a line now and then.
+        workers: processes; None: one a core, at most one a family.
+    Raises:
+        BadCatalogue: a module that cannot be used.   UnsupportedModelType: an unknown family.
+    """
+    start = time.perf_counter()
+    bugs = catalogue_with(catalogues)
+    for family in families:
+        get_bridge(family)
+    count = min(len(families), os.cpu_count() or 1) if workers is None else workers
+    results: list[FamilyResult] = []
+    if count <= 1:
+        results = [examine(family, bugs, seed=seed, progress=progress) for family in families]
+    else:
+        with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+            futures = [pool.submit(_work, family, catalogues, seed) for family in families]
+            for future in futures:
+                results.append(future.result())
+                if progress is not None:
+                    progress(f"self-test {len(results)}/{len(families)} families")
+    return judge(results, seed=seed, seconds=time.perf_counter() - start)
