@@ -1,0 +1,73 @@
+"""When the Triton implementations can run, and how tensors of any strides become rows for them. Imports no triton.
+
+On a GPU every float dtype up to fp32. With TRITON_INTERPRET=1, set before triton is first imported, fp32 on the CPU:
+the interpreter is exact there, for tests; its bfloat16 is not the GPU's.
+"""
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from bestiary.kernels.errors import UnsupportedDispatch
+
+# Triton contracts a·b + c into one rounding by default and warns that 3.10 will not; the results here shall not change.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
+
+
+def installed() -> bool:
+    """Whether there is a triton to import; it is not imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def obstacle(*tensors: Tensor | None) -> str | None:
+    """Why Triton cannot run on these float tensors, for `dispatch.choose`; None: it can."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not installed():
+        return "triton is not installed (pip install 'bestiary[triton]')"
+    for tensor in given:
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            return f"Triton kernels take plain tensors, not {type(tensor).__name__}"
+        if tensor.dtype not in FLOATS:
+            return f"Triton kernels compute in fp32, and {tensor.dtype} needs another implementation"
+    devices = {tensor.device for tensor in given}
+    if len(devices) > 1:
+        return f"tensors are on {' and '.join(sorted(map(str, devices)))}"
+    if any(device.type == "cuda" for device in devices):
+        return None if not interpreted() else "TRITON_INTERPRET=1 keeps Triton on the CPU"
+    if not interpreted():
+        return "Triton needs a CUDA or ROCm device"
+    if any(tensor.dtype != next(iter(FLOATS)) for tensor in given):
+        return "Triton's interpreter is exact in fp32 only"
+    return None
+
+
+def require(operation: str, *tensors: Tensor | None) -> None:
+    """Raises `UnsupportedDispatch` where `obstacle` finds one: a wrapper called directly says why it cannot run."""
+    found = obstacle(*tensors)
+    if found is not None:
+        raise UnsupportedDispatch(f"{operation} = 'triton' cannot run: {found}.", remedy="use the torch implementation")
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """(..., d) → (R, d) with adjacent last coordinates; a view where strides allow, else a copy."""
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
+    return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def warps(elements: int) -> int:
+    """Warps of a program that holds `elements` fp32 numbers at a time: 16 a thread, between 1 and 16 warps."""
+    return min(max(power_of_two(elements) // 512, 1), 16)
