@@ -43,8 +43,8 @@ def explain(evidence: Evidence, catalogue: Sequence[PlantedBug] = CATALOGUE) -> 
         catalogue: bugs to try; those without a counterpart in the reference cannot be named.
     """
     reference, distance_of, gate = _question(evidence)
-    if distance_of(reference) <= gate:
-        return []  # nothing to explain: without a bug the reference agrees already
+    if distance_of(_view(reference, reference.model)) <= gate:
+        return []  # nothing to explain: asked again, the reference agrees without any bug
     screen = _screen(evidence)
     found = []
     for bug in _candidates(evidence, catalogue):

@@ -35,9 +35,6 @@ MIN_NAMED = 0.9
 KILLING = frozenset({Exit.NUMERIC, Exit.KEYS, Exit.CONFIG, Exit.TAMPERING})
 """Exit codes that find a bug; a refusal or an inconclusive run does not."""
 
-NAMED_BY_CHECK = frozenset({"V0", "V1", "V3"})
-"""Levels whose checks carry the name of the key or field that is wrong; the others name causes by replay."""
-
 _CRASH = re.compile(r"(Attribute|Type|Name|Import|ModuleNotFound|UnboundLocal|Syntax|Assertion)\w*Error: ")
 Progress = Callable[[str], None]
 
@@ -157,8 +154,9 @@ def plant(family: str, bug: PlantedBug, *, seed: int = 0, pool: ReferencePool | 
         verdict, error = _planted(family, bug, None, (), seed, shared)
     findings = _killing(verdict)
     found = [f"{finding.check}: {finding.detail}" for finding in findings]
+    found += [] if verdict is None or verdict.error is None else [verdict.error]
     causes = [] if verdict is None else [hypothesis.mutation_id for hypothesis in verdict.hypotheses]
-    by_check = bug.level in NAMED_BY_CHECK and any(part in text for part in bug.checks for text in found)
+    by_check = any(part in text for part in bug.checks for text in found)
     first = findings[0] if findings else None
     return Kill(
         bug=bug.id,

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from bestiary.kernels.errors import BestiaryError
 from bestiary.verify.planted import (
     attention,
+    cheats,
     configs,
     dense,
     experts,
@@ -24,7 +25,7 @@ __all__ = ["CATALOGUE", "BadCatalogue", "Plant", "PlantedBug", "ReferencePlant",
 
 CATALOGUE: tuple[PlantedBug, ...] = tuple(
     bug
-    for module in (attention, rope, masks, norms, dense, experts, keys, configs, losses, precision)
+    for module in (attention, rope, masks, norms, dense, experts, keys, configs, losses, precision, cheats)
     for bug in module.BUGS
 )
 

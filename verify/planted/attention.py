@@ -19,7 +19,8 @@ from bestiary.verify.planted.patching import adapted, built, exchange, override,
 _MODULE = "bestiary.models.layers.attention"
 
 
-def _grouped(config: DecoderConfig) -> bool:
+def grouped(config: DecoderConfig) -> bool:
+    """Whether several key/value heads serve several query heads each."""
     return 1 < config.attention.num_kv_heads < config.attention.num_heads
 
 
@@ -40,7 +41,9 @@ def _wide_heads(config: DecoderConfig) -> bool:
 # ------------------------------------------------------------------ grouped heads, k and v
 
 
-def _tiled(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def tiled(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Attention whose query head i reads key/value head i mod h_kv."""
+
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
         groups = q.shape[1] // k.shape[1]
         return attend(q, k.repeat(1, groups, 1, 1), v.repeat(1, groups, 1, 1), mask, **options)
@@ -147,8 +150,8 @@ BUGS = (
         id="C02_gqa_tiled",
         cause="key/value heads are tiled over the query heads instead of each serving a run of neighbours",
         level="V2",
-        applies=_grouped,
-        ours=patch(f"{_MODULE}:attention", _tiled),
+        applies=grouped,
+        ours=patch(f"{_MODULE}:attention", tiled),
         reference=replay.library("repeat_kv", lambda _: lambda x, groups: x.repeat(1, groups, 1, 1)),
         config_fields=("num_key_value_heads",),
     ),

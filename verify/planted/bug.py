@@ -47,7 +47,8 @@ class PlantedBug:
         ours: plants it in our side.
         reference: plants it in the reference; None where the reference has no such place.
         config_fields: Hugging Face fields it misreads, for the reader of a verdict.
-        checks: what the failing checks of V0, V1 and V3 say that names this cause; empty for bugs that a replay names.
+        checks: what a failing check says that names this cause, for bugs that no replay can name: V0, V1 and V3 name
+            keys and fields, and a cheat is named by its guard.
         quick: patterns of check ids to ask first, where the level is long; a survivor meets the whole level.
     """
 

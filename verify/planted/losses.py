@@ -13,7 +13,7 @@ from bestiary.models.config import DecoderConfig
 from bestiary.verify.planted import replay
 from bestiary.verify.planted.bug import PlantedBug, ReferencePlant
 from bestiary.verify.planted.dense import without_cap
-from bestiary.verify.planted.patching import Plant, adapted, built, override, patch
+from bestiary.verify.planted.patching import Plant, adapted, built, override, patch, together
 
 _DECODER = "bestiary.models.decoder"
 _HEAD = "bestiary.models.layers.head"
@@ -163,6 +163,20 @@ def _deaf_values_there(_module: Any, forward: Callable[..., Tensor]) -> Callable
 
 _DEFAULT_COEFFICIENT = _coefficient(0.001)
 
+
+def _cut(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Blocks are recomputed from inputs that have forgotten where they come from."""
+
+    def run(block: Any, x: Tensor, *rest: Any, **options: Any) -> Any:
+        return checkpoint(block, x.detach(), *rest, **options)
+
+    return run
+
+
+def _cut_there(_module: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, *args, **kwargs: forward(x.detach(), *args, **kwargs)
+
+
 BUGS = (
     PlantedBug(
         id="T46a_labels_shifted_twice",
@@ -255,5 +269,15 @@ BUGS = (
         level="V4",
         ours=built("bestiary.models.layers.attention:SelfAttention", _deaf_values),
         reference=replay.forwards(replay.ending("v_proj"), _deaf_values_there),
+    ),
+    PlantedBug(
+        id="T47f_checkpointing_cuts_the_graph",
+        cause="activation checkpointing lets no gradient through between blocks",
+        level="V4",
+        ours=together(
+            adapted(lambda config: config.with_(activation_checkpointing=True)),
+            patch(f"{_DECODER}:checkpoint", _cut),
+        ),
+        reference=replay.forwards(replay.layers, _cut_there),
     ),
 )
