@@ -1,8 +1,10 @@
 """Softmax attention with grouped key/value heads under one description of what may be seen.
 
 `MaskSpec` says it in ints and tensors; implementations turn it into what they need:
-    eager   explicit scores and softmax: the reference, any device, float64, sinks and soft caps
-    sdpa    torch's scaled_dot_product_attention with no mask, causal, or a boolean mask
+    eager       explicit scores and softmax: the reference, any device, float64, sinks and soft caps
+    sdpa        torch's scaled_dot_product_attention with no mask, causal, or a boolean mask
+    documents   CPU, training: blocks of queries against the keys they can see, no dense mask, sinks
+    flex        CUDA, training: torch's FlexAttention with a block mask, sinks and soft caps
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +12,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
+from bestiary.kernels.attention_documents import document_attention, ranges_of
+from bestiary.kernels.attention_flex import BUCKET, block_mask, flex, flex_obstacle
 from bestiary.kernels.dispatch import choose
 from bestiary.kernels.precision import at_least_fp32
 
@@ -18,6 +23,8 @@ from bestiary.kernels.precision import at_least_fp32
 @dataclass
 class MaskSpec:
     """Which keys each query sees: those before or at it, inside its window, in its document, and not padding.
+
+    Built once a forward pass for each layer type; what implementations derive from it is kept in it.
 
     Args:
         q_len, kv_len: number of queries T and keys S.
@@ -35,6 +42,8 @@ class MaskSpec:
     documents: Tensor | None = None
     key_valid: Tensor | None = None
     _dense: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _blocks: dict[torch.device, BlockMask] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _ranges: tuple[Tensor | None, str | None] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def is_causal_square(self) -> bool:
@@ -75,6 +84,38 @@ class MaskSpec:
             self._dense[device] = visible
         return self._dense[device]
 
+    def ranges(self) -> tuple[Tensor | None, str | None]:
+        """(n, 5) ranges of tokens for `document_attention`, or None and why the mask is none; built once."""
+        if self._ranges is None:
+            given = [x for x in (self.documents, self.key_valid) if x is not None]
+            if any(x.device.type != "cpu" for x in given):
+                self._ranges = None, f"borders are read on the CPU, and documents or padding are on {given[0].device}"
+            elif self.q_offset - self.kv_offset != self.kv_len - self.q_len:
+                self._ranges = None, "the queries are not the last of the tokens"
+            else:
+                self._ranges = ranges_of(self.documents, self.key_valid, self.q_len, self.kv_len)
+        return self._ranges
+
+    def blocks(self, device: torch.device) -> BlockMask:
+        """FlexAttention's block mask, of lengths rounded up to whole blocks; built once a device."""
+        if device not in self._blocks:
+            shift = self.q_offset - self.kv_offset
+            self._blocks[device] = block_mask(
+                self.q_len, self.kv_len, shift, self.window, self.documents, self.key_valid, device
+            )
+        return self._blocks[device]
+
+    def prepare(self, device: torch.device, *, plain: bool) -> None:
+        """Derive what training on `device` needs now: it depends on data, which compiled blocks cannot look at.
+
+        Args:
+            plain: neither sinks nor a soft cap join the scores.
+        """
+        if device.type == "cpu" and self.q_len > 1:
+            self.ranges()
+        elif device.type == "cuda" and self.q_len >= BUCKET and not (plain and self.is_causal_square):
+            self.blocks(device)
+
 
 def attention(
     q: Tensor,
@@ -90,7 +131,7 @@ def attention(
 
     Args:
         q: (B, h, T, d).   k, v: (B, h_kv, S, d); h is a multiple of h_kv, query head i reads head i // (h / h_kv).
-        mask: what each query sees; a query that sees nothing (padding) gets a finite output without meaning.
+        mask: what each query sees; a query that is padding or sees nothing gets a finite output without meaning.
         sinks: (h,), the logit that takes probability and gives no value (arXiv:2309.17453, as in GPT-OSS).
         softcap: cap · tanh(score / cap) before the mask (Gemma 2).
     Returns:
@@ -98,11 +139,51 @@ def attention(
     Raises:
         UnsupportedDispatch: a forced implementation cannot run.
     """
-    obstacle = "it has neither sinks nor soft caps" if sinks is not None or softcap is not None else None
-    implementation = choose("attention", {"sdpa": obstacle, "eager": None})
+    implementation = choose("attention", _obstacles(q, k, v, mask, sinks, softcap))
+    if implementation == "eager":
+        return _eager(q, k, v, mask, scale, sinks, softcap)
     if implementation == "sdpa":
         return _sdpa(q, k, v, mask, scale)
-    return _eager(q, k, v, mask, scale, sinks, softcap)
+    if torch.is_autocast_enabled(q.device.type):
+        narrow = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(narrow), k.to(narrow), v.to(narrow)
+    if implementation == "flex":
+        return flex(q, k, v, mask.blocks(q.device), scale=scale, sinks=sinks, softcap=softcap)
+    ranges, _ = mask.ranges()
+    return document_attention(q, k, v, ranges, window=mask.window, scale=scale, sinks=sinks)[0]
+
+
+def _obstacles(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, sinks: Tensor | None, softcap: float | None
+) -> dict[str, str | None]:
+    """Every implementation and why it cannot run here, the fastest first."""
+    obstacles = {
+        "flex": flex_obstacle(q, k, v),
+        "documents": _documents_obstacle(q, v, mask, softcap),
+        "sdpa": "it has neither sinks nor soft caps" if sinks is not None or softcap is not None else None,
+        "eager": None,
+    }
+    return {name: obstacles[name] for name in _fastest_first(q, mask)}
+
+
+def _fastest_first(q: Tensor, mask: MaskSpec) -> tuple[str, ...]:
+    queries = q.shape[2]
+    if q.device.type == "cpu":
+        # A single query needs no blocks; from two on they beat torch's causal call, and any dense mask.
+        return ("sdpa", "documents", "eager", "flex") if queries == 1 else ("documents", "sdpa", "eager", "flex")
+    if queries < BUCKET:
+        return ("sdpa", "eager", "flex", "documents")
+    return ("sdpa", "flex", "eager", "documents") if mask.is_causal_square else ("flex", "sdpa", "eager", "documents")
+
+
+def _documents_obstacle(q: Tensor, v: Tensor, mask: MaskSpec, softcap: float | None) -> str | None:
+    if q.device.type != "cpu":
+        return f"its fused kernel is for the CPU, not for {q.device.type}"
+    if softcap is not None:
+        return "its fused kernel has no soft cap"
+    if q.shape[-1] != v.shape[-1]:
+        return f"its fused kernel needs queries and values of one size, not {q.shape[-1]} and {v.shape[-1]}"
+    return mask.ranges()[1]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:

@@ -2,14 +2,18 @@
 
 A kernel lists its implementations in order of preference, each with the reason why it cannot run here (None: it can).
 `force` fixes the choice for a block of code; a forced implementation that cannot run is an error that says why.
+`record` tells afterwards what ran.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
+
 from bestiary.kernels.errors import UnsupportedDispatch
 
 _forced: dict[str, str] = {}
+_logs: list[list[tuple[str, str]]] = []
 
 
 def choose(operation: str, obstacles: Mapping[str, str | None]) -> str:
@@ -20,6 +24,15 @@ def choose(operation: str, obstacles: Mapping[str, str | None]) -> str:
     Raises:
         UnsupportedDispatch: the forced implementation is unknown or cannot run.
     """
+    chosen = _choice(operation, obstacles)
+    # A compiled graph made its choices when it was traced; appending there would guard on the length of the log.
+    if not torch.compiler.is_compiling():
+        for log in _logs:
+            log.append((operation, chosen))
+    return chosen
+
+
+def _choice(operation: str, obstacles: Mapping[str, str | None]) -> str:
     forced = _forced.get(operation)
     if forced is not None:
         if forced not in obstacles:
@@ -46,3 +59,17 @@ def force(**implementations: str) -> Iterator[None]:
     finally:
         _forced.clear()
         _forced.update(before)
+
+
+@contextmanager
+def record() -> Iterator[list[tuple[str, str]]]:
+    """Yield a list that grows by (operation, implementation) with every choice made inside the block, in order.
+
+    Recomputation in a backward pass chooses again and is listed again. Compiled code is not listed.
+    """
+    log: list[tuple[str, str]] = []
+    _logs.append(log)
+    try:
+        yield log
+    finally:
+        _logs[:] = [other for other in _logs if other is not log]

@@ -24,7 +24,8 @@ class Inputs:
 
     def masks(self, config: DecoderConfig, cache: Cache | None) -> dict[LayerType, MaskSpec]:
         """One mask a layer type, built once a forward pass."""
-        masks = {}
+        masks: dict[LayerType, MaskSpec] = {}
+        plain = not config.attention.sinks and config.attention.logit_softcap is None
         for index, layer_type in enumerate(config.layer_types):
             if layer_type in masks:
                 continue
@@ -39,6 +40,7 @@ class Inputs:
                 documents=self.documents,
                 key_valid=None if self.key_valid is None else self.key_valid[:, first_key:],
             )
+            masks[layer_type].prepare(self.position_ids.device, plain=plain)
         return masks
 
 

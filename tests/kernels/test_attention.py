@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bestiary.kernels.attention import MaskSpec, attention
-from bestiary.kernels.dispatch import force
+from bestiary.kernels.dispatch import force, record
 from bestiary.kernels.errors import UnsupportedDispatch
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 5, 0.37
@@ -129,31 +129,36 @@ def test_shortcuts_are_taken_at_all() -> None:
     assert not CHUNK.sees_everything
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "documents", "flex"])
 @given(spec=masks())
 def test_attention_equals_one_query_at_a_time(implementation: str, spec: MaskSpec) -> None:
-    """Both implementations in float64, against Python floats."""
+    """Every implementation in float64, against Python floats."""
     q, k, v = tensors(spec)
     with force(attention=implementation):
         ours = attention(q, k, v, spec, scale=SCALE)
     assert worst(ours, oracle(q, k, v, spec)) < 1e-13
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("implementation", ["eager", "documents", "flex"])
 @given(spec=masks(), softcap=st.sampled_from([None, 0.3, 5.0]), size=st.sampled_from([None, 0.0, 3.0, -30.0, 30.0]))
 def test_sinks_and_soft_caps_equal_one_query_at_a_time(
-    spec: MaskSpec, softcap: float | None, size: float | None
+    implementation: str, spec: MaskSpec, softcap: float | None, size: float | None
 ) -> None:
     """The sink takes its share of each softmax and gives no value; the cap comes before the mask."""
     q, k, v = tensors(spec)
     sinks = None if size is None else size + torch.linspace(-1, 1, HEADS, dtype=q.dtype)
-    ours = attention(q, k, v, spec, scale=SCALE, sinks=sinks, softcap=softcap)
+    softcap = None if implementation == "documents" else softcap
+    with force(attention=implementation):
+        ours = attention(q, k, v, spec, scale=SCALE, sinks=sinks, softcap=softcap)
     assert worst(ours, oracle(q, k, v, spec, sinks, softcap)) < 1e-13
 
 
 def test_a_window_of_one_token_returns_the_value() -> None:
     """The window counts the query itself."""
     q, k, v = tensors(PLAIN)
-    for implementation in ("eager", "sdpa"):
+    for implementation in ("eager", "sdpa", "documents"):
         with force(attention=implementation):
             out = attention(q, k, v, replace(PLAIN, window=1), scale=SCALE)
         assert torch.equal(out, v.repeat_interleave(HEADS // KV_HEADS, dim=1))
@@ -167,10 +172,15 @@ def test_gradients_are_those_of_the_function(kind: str) -> None:
     sinks = torch.linspace(-1, 1, HEADS, dtype=torch.float64, requires_grad=True)
 
     def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return attention(q, k, v, spec, scale=SCALE, sinks=sinks)
+
+    def capped(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         return attention(q, k, v, spec, scale=SCALE, sinks=sinks, softcap=2.0)
 
-    assert torch.autograd.gradcheck(with_sinks, (q, k, v, sinks), fast_mode=True)
-    for implementation in ("eager", "sdpa"):
+    assert torch.autograd.gradcheck(capped, (q, k, v, sinks), fast_mode=True)
+    with force(attention="documents"):
+        assert torch.autograd.gradcheck(with_sinks, (q, k, v, sinks))
+    for implementation in ("eager", "sdpa", "documents"):
         with force(attention=implementation):
             plain = torch.autograd.gradcheck(
                 lambda q, k, v: attention(q, k, v, spec, scale=SCALE), (q, k, v), fast_mode=True
@@ -178,7 +188,7 @@ def test_gradients_are_those_of_the_function(kind: str) -> None:
         assert plain
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "documents"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_padding_leaves_no_trace_in_real_tokens(implementation: str, dtype: torch.dtype) -> None:
     """What stands in padded positions, however large, moves no output and no gradient of a real token."""
@@ -206,18 +216,77 @@ def test_narrow_dtypes_stay_within_their_rounding(kind: str, dtype: torch.dtype)
     q, k, v = tensors(spec, dtype)
     expected = attention(q.double(), k.double(), v.double(), spec, scale=SCALE)
     meant = spec.dense(CPU).any(-1, keepdim=True).expand(2, HEADS, spec.q_len, DIM)
-    for implementation in ("eager", "sdpa"):
+    for implementation in ("eager", "sdpa", "documents"):
         with force(attention=implementation):
             ours = attention(q, k, v, spec, scale=SCALE)
         assert ours.dtype == dtype
         assert (ours.double() - expected)[meant].abs().max() < bound
 
 
-def test_forcing_an_implementation_that_cannot_run_says_why() -> None:
-    """torch's fused attention knows neither sinks nor soft caps, and a name that is none is refused."""
-    q, k, v = tensors(PLAIN)
-    with force(attention="sdpa"), pytest.raises(UnsupportedDispatch, match="neither sinks nor soft caps"):
-        attention(q, k, v, PLAIN, scale=SCALE, softcap=1.0)
-    with force(attention="flesh"), pytest.raises(UnsupportedDispatch, match="one of sdpa, eager"):
-        attention(q, k, v, PLAIN, scale=SCALE)
-    attention(q, k, v, PLAIN, scale=SCALE, softcap=1.0)  # the choice ends with its block
+CANNOT: dict[str, tuple[str, str, MaskSpec, dict[str, object]]] = {
+    "sdpa with a soft cap": ("sdpa", "neither sinks nor soft caps", PLAIN, {"softcap": 1.0}),
+    "sdpa with sinks": ("sdpa", "neither sinks nor soft caps", PLAIN, {"sinks": torch.zeros(HEADS)}),
+    "documents with a soft cap": ("documents", "no soft cap", PLAIN, {"softcap": 1.0}),
+    "documents that return": (
+        "documents",
+        "more than one piece",
+        MaskSpec(9, 9, documents=torch.tensor([[0, 1, 0, 0, 2, 2, 2, 2, 2]]).repeat(2, 1)),
+        {},
+    ),
+    "padding inside a row": (
+        "documents",
+        "more than one piece",
+        MaskSpec(9, 9, key_valid=torch.tensor([1, 1, 0, 1, 1, 1, 1, 1, 1]).bool().repeat(2, 1)),
+        {},
+    ),
+    "queries that are not last": ("documents", "not the last", MaskSpec(9, 9, q_offset=3), {}),
+    "no such name": ("flesh", "one of documents, sdpa, eager, flex", PLAIN, {}),
+}
+
+
+@pytest.mark.parametrize("case", CANNOT)
+def test_forcing_an_implementation_that_cannot_run_says_why(case: str) -> None:
+    """Each implementation names what it does not know; left alone, the choice finds one that runs."""
+    implementation, reason, spec, options = CANNOT[case]
+    q, k, v = tensors(spec)
+    with force(attention=implementation), pytest.raises(UnsupportedDispatch, match=reason):
+        attention(q, k, v, spec, scale=SCALE, **options)  # type: ignore[arg-type]
+    free = attention(q, k, v, spec, scale=SCALE, **options)  # type: ignore[arg-type]
+    assert torch.isfinite(free).all()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_trains_on_cuda_only() -> None:
+    """A backward pass on the CPU is refused before it starts; without one it runs, on leaves that could want it too."""
+    q, k, v = (tensor.requires_grad_() for tensor in tensors(PLAIN))
+    with force(attention="flex"):
+        with pytest.raises(UnsupportedDispatch, match="no backward on the CPU"):
+            attention(q, k, v, PLAIN, scale=SCALE)
+        with torch.no_grad():
+            assert torch.isfinite(attention(q, k, v, PLAIN, scale=SCALE)).all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "expected"),
+    [
+        (PLAIN, {}, "documents"),
+        (WINDOWED, {}, "documents"),
+        (PACKED, {"sinks": torch.zeros(HEADS)}, "documents"),
+        (PADDED, {}, "documents"),
+        (CHUNK, {}, "documents"),
+        (PLAIN, {"softcap": 1.0}, "eager"),
+        (DECODING, {}, "sdpa"),
+        (DECODING, {"sinks": torch.zeros(HEADS)}, "documents"),
+        (MaskSpec(9, 9, documents=torch.tensor([[0, 1] * 4 + [0]])), {}, "sdpa"),
+    ],
+)
+def test_the_log_tells_what_ran(spec: MaskSpec, options: dict[str, Tensor], expected: str) -> None:
+    """On the CPU blocks wherever they can run, one query in torch's kernel, caps explicitly."""
+    with record() as log:
+        attention(*tensors(spec), spec, scale=SCALE, **options)  # type: ignore[arg-type]
+        with record() as inner:
+            attention(*tensors(spec), spec, scale=SCALE, softcap=1.0)
+    assert log == [("attention", expected), ("attention", "eager")]
+    assert inner == [("attention", "eager")]
+    attention(*tensors(spec), spec, scale=SCALE)
+    assert len(log) == 2
