@@ -25,6 +25,10 @@ class BestiaryError(Exception):
         super().__init__("\n".join(lines))
 
 
+class InvalidArgument(BestiaryError):
+    """An argument whose shape, dtype or value makes no sense, or two that contradict each other."""
+
+
 class LabelOutOfRange(BestiaryError):
     """A target outside [0, vocab_size) that is not `ignore_index`."""
 

@@ -1,24 +1,21 @@
 """The log-prob core: log-probabilities of targets under a linear head, without the (N, V) logits."""
 
-from typing import NamedTuple
+from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.distributed import ProcessGroup
 
-from bestiary.kernels.errors import LabelOutOfRange
-from bestiary.kernels.head import head_logits
+from bestiary.kernels import log_prob_chunked, log_prob_reference
+from bestiary.kernels.dispatch import choose
+from bestiary.kernels.errors import InvalidArgument, LabelOutOfRange
+from bestiary.kernels.log_prob_terms import LogitMap, LogProb, Setting, Wanted
 from bestiary.kernels.precision import at_least_fp32
+from bestiary.kernels.vocab_parallel import Local, localised
 
-_LOGITS_PER_CHUNK = 2**26  # 256 MiB of fp32 logits
+__all__ = ["LogProb", "linear_log_prob"]
 
-
-class LogProb(NamedTuple):
-    """Per token, at least fp32, 0 where the target is ignored: log-probability, log-sum-exp, entropy or None."""
-
-    log_prob: Tensor
-    lse: Tensor
-    entropy: Tensor | None
+_IMPLEMENTATIONS: dict[str, ModuleType] = {"chunked": log_prob_chunked, "reference": log_prob_reference}
 
 
 def linear_log_prob(
@@ -26,64 +23,95 @@ def linear_log_prob(
     weight: Tensor,
     target: Tensor,
     *,
+    bias: Tensor | None = None,
     divisor: float = 1.0,
     softcap: float | None = None,
     temperature: float = 1.0,
     ignore_index: int = -100,
     entropy: bool = False,
+    top1: bool = False,
+    logit_mean: bool = False,
+    group: ProcessGroup | None = None,
 ) -> LogProb:
     """Log-probability of `target` under a linear head.
 
-        log p(y | h) = z_y − logsumexp(z),   z = softcap(h Wᵀ / divisor) / temperature
+        log p(y | h) = z_y − logsumexp(z),   z = cap(h Wᵀ / divisor + b) / temperature
 
-    Ignored tokens are dropped before the projection. Chunks of tokens are recomputed in the backward pass, their size a
-    function of V alone.
+    with cap(u) = softcap · tanh(u / softcap), or u without a soft cap.
+    Ignored tokens are dropped before the projection. Logits, sums and gradients are computed in at least fp32 from the
+    inputs as they are: logits are never rounded to a narrower dtype.
 
     Args:
-        hidden: (N, H), any float dtype.   weight: (V, H).   target: (N,) int64 in [0, V) or `ignore_index`.
+        hidden: (N, H), any float dtype and strides.   weight: (V, H).   bias: (V,).
+        target: (N,) integers in [0, V) or `ignore_index`.
+        entropy, top1, logit_mean: columns to compute beside the two that are always there.
+        group: ranks that hold (V_r, H) of the weight each, with the same hidden states and targets (`vocab_parallel`).
+            A DTensor weight split on dim 0 brings its own group.
     Returns:
-        `LogProb`, each (N,), at least fp32; all-ignored input gives exact zeros that still have a graph.
+        `LogProb`; all columns but top1 are differentiable with respect to hidden, weight and bias, and a gradient that
+        nobody needs is not computed. All-ignored input gives exact zeros that still have a graph.
     Raises:
         LabelOutOfRange: names the first offending index and value.
+        InvalidArgument: shapes or placements that do not fit.   UnsupportedDispatch: see `dispatch.force`.
     Cost:
-        2·N·H·V FLOPs forward, 6·N·H·V backward with the recomputation; scratch chunk·V.
+        2·N·H·V FLOPs forward and 6·N·H·V backward, N being the tokens that count; scratch: 512 · 2048 logits (twice or
+        three times that with entropy and soft cap) and, in the backward pass, dX and dW in at least fp32. Where one
+        scalar loss is wanted, `linear_cross_entropy` saves a quarter of it.
     """
-    valid = target != ignore_index
-    _check_labels(target, valid, weight.shape[0])
-    index = valid.nonzero().squeeze(-1)
-    kept, kept_target = hidden[index], target[index]
-    rows = max(1, _LOGITS_PER_CHUNK // weight.shape[0])
-    parts = [
-        checkpoint(_chunk, h, weight, t, divisor, softcap, temperature, entropy, use_reentrant=False)
-        for h, t in zip(kept.split(rows), kept_target.split(rows), strict=True)
-    ]
-    zeros = torch.zeros(target.shape, dtype=at_least_fp32(hidden.dtype), device=hidden.device)
-    log_prob, lse, spread = (zeros.index_put((index,), torch.cat(column)) for column in zip(*parts, strict=True))
-    return LogProb(log_prob, lse, spread if entropy else None)
+    wanted = Wanted(entropy=entropy, top1=top1, logit_mean=logit_mean)
+    local = checked(hidden, weight, target, bias, ignore_index, group)
+    setting = local_setting(local, LogitMap(divisor, softcap, temperature), wanted, ignore_index)
+    return per_token(local, setting)
 
 
-def _chunk(
+def local_setting(local: Local, logit_map: LogitMap, wanted: Wanted, ignore_index: int) -> Setting:
+    """What implementations need to know besides tensors."""
+    dtype = at_least_fp32(torch.promote_types(local.hidden.dtype, local.weight.dtype))
+    return Setting(logit_map, wanted, ignore_index, dtype, local.vocab_size, local.shard)
+
+
+def per_token(local: Local, setting: Setting) -> LogProb:
+    """Runs the chosen implementation on checked inputs; for the functions built on the core."""
+    out: LogProb = implementation(local).log_prob(local.hidden, local.weight, local.bias, local.target, setting)
+    return out
+
+
+def implementation(local: Local) -> ModuleType:
+    """The module that computes: it has `log_prob` and `scalar_loss` with the signatures of `log_prob_reference`."""
+    sharded = "its vocabulary is not split over ranks" if local.shard is not None else None
+    return _IMPLEMENTATIONS[choose("log_prob", {"chunked": None, "reference": sharded})]
+
+
+def checked(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    divisor: float,
-    softcap: float | None,
-    temperature: float,
-    entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    logits = head_logits(hidden, weight, divisor=divisor, softcap=softcap).to(at_least_fp32(hidden.dtype))
-    if temperature != 1.0:
-        logits = logits / temperature
-    lse = logits.logsumexp(-1)
-    log_prob = logits.gather(-1, target[:, None]).squeeze(-1) - lse
-    spread = lse - (logits * (logits - lse[:, None]).exp()).sum(-1) if entropy else torch.zeros_like(lse)
-    return log_prob, lse, spread
+    bias: Tensor | None,
+    ignore_index: int,
+    group: ProcessGroup | None,
+) -> Local:
+    """Plain tensors of this rank whose shapes fit and whose labels are in range."""
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise InvalidArgument(
+            f"hidden is {tuple(hidden.shape)} and weight {tuple(weight.shape)}.", remedy="pass (N, H) and (V, H)"
+        )
+    if target.shape != hidden.shape[:1] or target.is_floating_point():
+        raise InvalidArgument(
+            f"target is {tuple(target.shape)} {target.dtype} for hidden of {tuple(hidden.shape)}.",
+            remedy="pass one integer label a row of hidden: (N,)",
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InvalidArgument(
+            f"bias is {tuple(bias.shape)} and weight {tuple(weight.shape)}.", remedy="pass a bias of (V,)"
+        )
+    local = localised(hidden, weight, bias, target.long(), group)
+    check_labels(local.target, ignore_index, local.vocab_size)
+    return local
 
 
-def _check_labels(target: Tensor, valid: Tensor, vocab_size: int) -> None:
-    if target.device.type != "cpu":  # no synchronisation in the hot path; gather itself asserts on CUDA
-        return
-    wrong = valid & ((target < 0) | (target >= vocab_size))
+def check_labels(target: Tensor, ignore_index: int, vocab_size: int) -> None:
+    """Raises `LabelOutOfRange` for the first label that is neither `ignore_index` nor in [0, vocab_size)."""
+    wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
     if wrong.any():
         position = int(wrong.nonzero()[0])
         raise LabelOutOfRange(
