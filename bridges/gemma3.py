@@ -127,6 +127,13 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+# fmt: off
+KILL_LIST = (
+    "B*", "C0*", "C10*", "C11a*", "C11c*", "C12*", "C13*", "C14*", "C16*", "C17*", "C51*", "C53*", "C54*", "C58*",
+    "G*", "H*", "O41*", "Q*", "T46a*", "T46b*", "T46c*", "T46g*", "T47a*", "T47b*", "T47e*", "T47f*", "X*",
+)
+# fmt: on
+
 BRIDGE = Bridge(
     model_type="gemma3_text",
     reference="transformers:Gemma3ForCausalLM",
@@ -135,5 +142,5 @@ BRIDGE = Bridge(
     config_to_hf=config_to_hf,
     rules=RULES,
     namings=NAMINGS,
-    kill_list=("G*", "C11a*"),
+    kill_list=KILL_LIST,
 )

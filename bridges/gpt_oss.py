@@ -125,6 +125,15 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+# fmt: off
+KILL_LIST = (
+    "B04*", "B1*", "B43*", "B44*", "B45b*", "B45d*", "C02*", "C03*", "C04*", "C05*", "C06*", "C07*", "C08a*", "C08c*",
+    "C10*", "C12*", "C13*", "C14*", "C16*", "C17*", "C2*", "C51*", "C52*", "C54*", "C58*", "G22*", "G23*", "H*",
+    "M0*", "M31a*", "M31c*", "M32*", "M36*", "M48*", "O*", "T46a*", "T46b*", "T46c*", "T46d*", "T46e*", "T46f*",
+    "T47*", "X*",
+)
+# fmt: on
+
 BRIDGE = Bridge(
     model_type="gpt_oss",
     reference="transformers:GptOssForCausalLM",
@@ -133,5 +142,5 @@ BRIDGE = Bridge(
     config_to_hf=config_to_hf,
     rules=RULES,
     module_map={"model.layers.*.mlp.gate": "model.layers.*.mlp.router"},
-    kill_list=("O*", "G22*", "T47d*"),
+    kill_list=KILL_LIST,
 )

@@ -74,6 +74,13 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+# fmt: off
+KILL_LIST = (
+    "B*", "C0*", "C10*", "C11b*", "C11c*", "C12*", "C13*", "C14*", "C16*", "C17*", "C2*", "C5*", "G22*", "G23*", "H*",
+    "O4*", "Q*", "T46a*", "T46b*", "T46c*", "T47a*", "T47b*", "T47e*", "T47f*", "X*",
+)
+# fmt: on
+
 BRIDGE = Bridge(
     model_type="qwen3",
     reference="transformers:Qwen3ForCausalLM",
@@ -81,5 +88,5 @@ BRIDGE = Bridge(
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
     rules=RULES,
-    kill_list=("Q*", "C02*", "C03*", "C05*", "C13*", "G22a*"),
+    kill_list=KILL_LIST,
 )

@@ -120,6 +120,14 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+# fmt: off
+KILL_LIST = (
+    "B*", "C0*", "C10*", "C11b*", "C11c*", "C12*", "C13*", "C14*", "C16*", "C17*", "C2*", "C5*", "G22a*", "G22b*",
+    "G22c*", "H*", "M*", "O40*", "Q*", "T46a*", "T46b*", "T46c*", "T46d*", "T46e*", "T46f*", "T47a*", "T47b*",
+    "T47c*", "T47e*", "T47f*", "X*",
+)
+# fmt: on
+
 BRIDGE = Bridge(
     model_type="qwen3_moe",
     reference="transformers:Qwen3MoeForCausalLM",
@@ -127,5 +135,5 @@ BRIDGE = Bridge(
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
     rules=RULES,
-    kill_list=("M*", "Q*", "T46d*", "T46e*", "T47c*"),
+    kill_list=KILL_LIST,
 )

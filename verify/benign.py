@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -157,10 +157,9 @@ def _sink_as_key(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         visible = mask.dense(q.device).expand(q.shape[0], q.shape[1], -1, -1)
         additive = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, torch.finfo(q.dtype).min)
         column = sinks.to(q.dtype).view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
-        one_more = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (k, v))
-        return F.scaled_dot_product_attention(
-            q, *one_more, attn_mask=torch.cat((additive, column), -1), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        gqa, joined = q.shape[1] != k.shape[1], torch.cat((additive, column), -1)
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=joined, scale=scale, enable_gqa=gqa)
 
     return attention
 
@@ -324,7 +323,7 @@ def _whole_loss(_core: Callable[..., Any]) -> Callable[..., Any]:
         logits = head_logits(hidden, weight, **rest) / temperature
         valid = target != ignore_index
         taken = logits.log_softmax(-1).gather(1, target.clamp(min=0)[:, None])[:, 0]
-        return LogProb(cast(Tensor, torch.where(valid, taken, 0.0)), logits.logsumexp(-1) * valid, None)
+        return LogProb(torch.where(valid, taken, 0.0), logits.logsumexp(-1) * valid, None)
 
     return core
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from fnmatch import fnmatchcase
 from multiprocessing import get_context
 from typing import Literal
 
@@ -71,10 +72,16 @@ class Pass(_Strict):
 
 
 class FamilyResult(_Strict):
-    """The self-test of one family. `clean` is the verdict of the untouched model over all levels."""
+    """The self-test of one family.
+
+    Attributes:
+        clean: the verdict of the untouched model over all levels.
+        unkept: bugs that the bridge's kill list promises and that do not concern the family.
+    """
 
     family: str
     clean: str
+    unkept: list[str]
     kills: list[Kill]
     passes: list[Pass]
     seconds: float
@@ -154,7 +161,6 @@ def plant(family: str, bug: PlantedBug, *, seed: int = 0, pool: ReferencePool | 
         verdict, error = _planted(family, bug, None, (), seed, shared)
     findings = _killing(verdict)
     found = [f"{finding.check}: {finding.detail}" for finding in findings]
-    found += [] if verdict is None or verdict.error is None else [verdict.error]
     causes = [] if verdict is None else [hypothesis.mutation_id for hypothesis in verdict.hypotheses]
     by_check = any(part in text for part in bug.checks for text in found)
     first = findings[0] if findings else None
@@ -199,6 +205,9 @@ def _killing(verdict: Verdict | None) -> list[Finding]:
     if verdict is None or verdict.exit_code not in KILLING:
         return []
     failed = [item for level in verdict.levels for item in level.findings if item.status == "failed"]
+    if verdict.exit_code == Exit.TAMPERING and verdict.error is not None:
+        guard = Finding(check="tampering", status="failed", exit_code=Exit.TAMPERING, detail=verdict.error)
+        failed.insert(0, guard)
     return [item for item in failed if not _CRASH.match(item.detail)]
 
 
@@ -221,12 +230,12 @@ def rewrite(family: str, benign: Benign, *, seed: int = 0, pool: ReferencePool |
 def examine(
     family: str,
     bugs: Sequence[PlantedBug],
-    rewrites: Sequence[Benign] = REWRITES,
+    rewrites: Sequence[Benign] | None = None,
     *,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> FamilyResult:
-    """Runs a family untouched, then with each bug and each rewrite that concerns it."""
+    """Runs a family untouched, then with each bug and each rewrite (None: all of `REWRITES`) that concerns it."""
     start, say, pool = time.perf_counter(), progress or (lambda _: None), ReferencePool()
     bridge = get_bridge(family)
     say(f"{family} untouched")
@@ -237,12 +246,18 @@ def examine(
         if bug.concerns(bridge, configs):
             say(f"{family} {bug.id}")
             kills.append(plant(family, bug, seed=seed, pool=pool))
-    for benign in rewrites:
+    for benign in REWRITES if rewrites is None else rewrites:
         if any(benign.applies(config) for config in configs):
             say(f"{family} {benign.id}")
             passes.append(rewrite(family, benign, seed=seed, pool=pool))
+    promised = {bug.id for bug in bugs if any(fnmatchcase(bug.id, glob) for glob in bridge.kill_list)}
     return FamilyResult(
-        family=family, clean=clean.verdict, kills=kills, passes=passes, seconds=time.perf_counter() - start
+        family=family,
+        clean=clean.verdict,
+        unkept=sorted(promised - {kill.bug for kill in kills}),
+        kills=kills,
+        passes=passes,
+        seconds=time.perf_counter() - start,
     )
 
 
@@ -256,6 +271,9 @@ def _work(family: str, catalogues: Sequence[str], seed: int) -> FamilyResult:
 def judge(families: Sequence[FamilyResult], *, seed: int, seconds: float) -> SelfTest:
     """The result over families: anything that is missing is a problem, and a problem is never exit 0."""
     wrong = [f"{f.family}: the untouched model does not pass ({f.clean})" for f in families if f.clean != "pass"]
+    wrong += [
+        f"{f.family}: {id} is on the kill list and concerns nothing the family has" for f in families for id in f.unkept
+    ]
     wrong += [f"{f.family}: {k.bug} survives {k.level} ({k.verdict}): {k.cause}" for f in families for k in f.survivors]
     wrong += [f"{f.family}: false alarm on {p.rewrite}: {p.check} {p.detail}" for f in families for p in f.alarms]
     weak = []

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bestiary.models.config import Activation, DecoderConfig
 from bestiary.verify.planted import replay
-from bestiary.verify.planted.bug import PlantedBug, ReferencePlant, everywhere
-from bestiary.verify.planted.patching import Plant, adapted, built, exchange, override, patch
+from bestiary.verify.planted.bug import Plant, PlantedBug, ReferencePlant, everywhere
+from bestiary.verify.planted.patching import adapted, built, exchange, override, patch
 
 _HEAD = "bestiary.models.layers.head:Head"
 _BACKBONE = "bestiary.models.decoder:Backbone"

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from bestiary.models.config import DecoderConfig, MoE, Router, RouterKind, SwiGLUClamp
 from bestiary.verify.planted import replay
-from bestiary.verify.planted.bug import PlantedBug, ReferencePlant
-from bestiary.verify.planted.patching import Plant, adapted, patch
+from bestiary.verify.planted.bug import Plant, PlantedBug, ReferencePlant
+from bestiary.verify.planted.patching import adapted, patch
 
 _LAYER = "bestiary.models.layers.moe"
 _KERNEL = "bestiary.kernels.experts"

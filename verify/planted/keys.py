@@ -158,7 +158,7 @@ def _halves(rules: Rules) -> Rules:
 def _second_layout_first(rules: Rules) -> Rules:
     """Rules with several layouts write the last one."""
     return tuple(
-        replace(rule, layouts=dict(reversed(rule.layouts.items())))
+        replace(rule, layouts=dict(reversed(list(rule.layouts.items()))))
         if isinstance(rule, Rule) and not any(leaf.packed for s in rule.layouts.values() for leaf, _ in s.leaves())
         else rule
         for rule in rules

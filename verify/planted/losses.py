@@ -11,9 +11,9 @@ from torch import Tensor
 
 from bestiary.models.config import DecoderConfig
 from bestiary.verify.planted import replay
-from bestiary.verify.planted.bug import PlantedBug, ReferencePlant
+from bestiary.verify.planted.bug import Plant, PlantedBug, ReferencePlant
 from bestiary.verify.planted.dense import without_cap
-from bestiary.verify.planted.patching import Plant, adapted, built, override, patch, together
+from bestiary.verify.planted.patching import adapted, built, override, patch, together
 
 _DECODER = "bestiary.models.decoder"
 _HEAD = "bestiary.models.layers.head"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from bestiary.models.config import DecoderConfig, LayerType
 from bestiary.verify.planted import replay
-from bestiary.verify.planted.bug import PlantedBug
-from bestiary.verify.planted.patching import Plant, adapted, built, patch, swapped, together
+from bestiary.verify.planted.bug import Plant, PlantedBug
+from bestiary.verify.planted.patching import adapted, built, patch, swapped, together
 
 _INPUTS = "bestiary.models.inputs"
 _MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
@@ -95,7 +95,7 @@ def _next_row(keeps_all: bool) -> Callable[[Callable[..., Any]], Callable[..., A
             rows: Tensor = create(**kwargs)
             last = rows[:, :, -1:]
             if not keeps_all and bool((last[..., 0] != 0).any()):  # the window has left the first key behind
-                last = torch.cat((torch.full_like(last[..., :1], rows.min()), last[..., :-1]), dim=-1)
+                last = torch.cat((last[..., :1] * 0 + rows.min(), last[..., :-1]), dim=-1)
             return torch.cat((rows[:, :, 1:], last), dim=2)
 
         return mask

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bestiary.models.config import DecoderConfig, NormPlacement
 from bestiary.verify.planted import replay
-from bestiary.verify.planted.bug import PlantedBug, ReferencePlant
-from bestiary.verify.planted.patching import Plant, adapted, built, exchange, override, patch
+from bestiary.verify.planted.bug import Plant, PlantedBug, ReferencePlant
+from bestiary.verify.planted.patching import adapted, built, exchange, override, patch
 
 _BLOCK = "bestiary.models.decoder:Block"
 _BACKBONE = "bestiary.models.decoder:Backbone"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ from bestiary.verify.planted.bug import ReferencePlant
 from bestiary.verify.planted.patching import swapped
 from bestiary.verify.reference import default_dtype, promoted, quiet
 
+_EMBEDDING = "model.embed_tokens.weight"
 Finder = Callable[[nn.Module], list[Any]]
 
 
@@ -28,7 +29,7 @@ def holding(*names: str) -> Finder:
 
 def layers(model: nn.Module) -> list[Any]:
     """The decoder layers."""
-    return list(model.get_submodule("model.layers"))
+    return list(model.get_submodule("model.layers").children())
 
 
 def ending(*leaves: str) -> Finder:
@@ -73,7 +74,7 @@ class Misfit(ValueError):
 
 
 @contextmanager
-def _all(model: nn.Module, contexts: list[AbstractContextManager[Any]]) -> Iterator[nn.Module]:
+def _all(model: nn.Module, contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[nn.Module]:
     if not contexts:
         raise Misfit("nothing to change")
     with ExitStack() as stack:
@@ -155,7 +156,7 @@ def configured(change: Callable[[Any], None]) -> ReferencePlant:
             sibling: nn.Module = type(model)(config)
         sibling.load_state_dict(state, assign=True)
         if config.tie_word_embeddings:
-            sibling.tie_weights()
+            sibling.get_submodule("lm_head").register_parameter("weight", sibling.get_parameter(_EMBEDDING))
         yield sibling.eval()
 
     return plant
@@ -176,14 +177,14 @@ def turned(change: Callable[[Any], None]) -> ReferencePlant:
     @contextmanager
     def plant(model: nn.Module) -> Iterator[nn.Module]:
         config = _altered(model.config, change)
-        owner = model.get_submodule("model")
-        before = owner._modules["rotary_emb"]
+        owner: Any = model.get_submodule("model")
+        before = owner.rotary_emb
         with _building_as(model):
-            owner._modules["rotary_emb"] = type(before)(config)
+            owner.rotary_emb = type(before)(config)
         try:
             yield model
         finally:
-            owner._modules["rotary_emb"] = before
+            owner.rotary_emb = before
 
     return plant
 

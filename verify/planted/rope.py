@@ -19,8 +19,8 @@ from bestiary.models.config import (
     YarnScaling,
 )
 from bestiary.verify.planted import replay
-from bestiary.verify.planted.bug import PlantedBug, ReferencePlant, everywhere
-from bestiary.verify.planted.patching import Plant, adapted, patch
+from bestiary.verify.planted.bug import Plant, PlantedBug, ReferencePlant, everywhere
+from bestiary.verify.planted.patching import adapted, patch
 
 _ATTENTION = "bestiary.models.layers.attention"
 _ROTARY = "bestiary.models.layers.rotary"
