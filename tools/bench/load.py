@@ -17,7 +17,6 @@ import gc
 import hashlib
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -29,10 +28,11 @@ from typing import Any
 
 from bestiary.kernels.errors import BestiaryError
 from bestiary.tools.arguments import Parser, at_least, write_json
-from bestiary.tools.bench import measure
+from bestiary.tools.bench import measure, process
+from bestiary.tools.bench.checkpoints import write_random
+from bestiary.tools.bench.process import WorkerFailed
 
 PEAK_LIMIT = 1.15
-_STATUS = Path("/proc/self/status")  # Linux
 ARMS = ("ours", "transformers", "control")
 SIZES: dict[str, dict[str, int]] = {
     # the figures of the published Qwen3 sizes; "tiny" only proves that the benchmark runs
@@ -48,10 +48,6 @@ examples:
   python -m bestiary.tools.bench.load --folder ./checkpoint  a checkpoint of yours
 
 exit codes: 0 goals hold, 1 a goal is missed, 5 too noisy to tell, 7 usage or environment"""
-
-
-class WorkerFailed(BestiaryError):
-    """A measuring process that did not end well; holds the end of its error output."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,8 +72,6 @@ def write_checkpoint(folder: Path, size: str, seed: int = 0) -> None:
         size: a key of `SIZES`.
         seed: of the weights.
     """
-    import torch
-    from safetensors.torch import save_file
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     shape = SIZES[size]
@@ -93,19 +87,7 @@ def write_checkpoint(folder: Path, size: str, seed: int = 0) -> None:
         dtype="bfloat16",
         architectures=["Qwen3ForCausalLM"],
     )
-    with torch.device("meta"):
-        shapes = {name: parameter.shape for name, parameter in Qwen3ForCausalLM(config).named_parameters()}
-    generator = torch.Generator().manual_seed(seed)
-    folder.mkdir(parents=True)
-    config.save_pretrained(folder)
-    save_file(
-        {
-            name: torch.empty(wanted, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
-            for name, wanted in shapes.items()
-        },
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    write_random(folder, config, Qwen3ForCausalLM, seed)
 
 
 def _parser() -> Parser:
@@ -218,7 +200,7 @@ def _work(arm: str, folder: Path, warmup: Path) -> dict[str, float]:
     load = {"ours": _load_ours, "deleted": _load_ours, "transformers": _load_transformers, "control": _load_plain}[arm]
     _touch(load(warmup))
     gc.collect()
-    level = _reset_peak()
+    level = process.reset_peak()
     start = time.perf_counter()
     parameters = load(folder)
     loaded = time.perf_counter()
@@ -228,7 +210,7 @@ def _work(arm: str, folder: Path, warmup: Path) -> dict[str, float]:
         shutil.rmtree(folder)
     checksum = _touch(parameters)
     end = time.perf_counter()
-    peak = _peak() - level
+    peak = process.peak() - level
     return {
         "seconds": end - start,
         "load_seconds": loaded - start,
@@ -286,21 +268,6 @@ def _touch(parameters: Iterable[Any]) -> int:
             total += int(bits.sum())
             bits.add_(0)
     return total % (1 << 64)
-
-
-def _reset_peak() -> int:
-    """Starts a new peak; returns resident bytes now, or the peak so far where the kernel cannot reset it."""
-    if _STATUS.exists():
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return _peak()
-
-
-def _peak() -> int:
-    """Peak resident bytes of this process since `_reset_peak`."""
-    if _STATUS.exists():
-        (line,) = (line for line in _STATUS.read_text(encoding="ascii").splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
 
 
 def _sha256(folder: Path) -> str:

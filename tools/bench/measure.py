@@ -40,16 +40,26 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """`figure` must be at most `limit`."""
+    """`figure` must be at most `limit`, or at least, with `at_least`; `low` and `high` over the rounds, if known."""
 
     name: str
     figure: float
     limit: float
+    at_least: bool = False
+    low: float | None = None
+    high: float | None = None
 
     @property
     def holds(self) -> bool:
         """Whether it is."""
-        return self.figure <= self.limit
+        return self.figure >= self.limit if self.at_least else self.figure <= self.limit
+
+    @property
+    def missed_by(self) -> float:
+        """Share of the limit that is missing, 0 where the goal holds (the figure itself where the limit is 0)."""
+        if self.holds:
+            return 0.0
+        return abs(self.figure - self.limit) / abs(self.limit) if self.limit else self.figure
 
 
 def alternate(
@@ -110,15 +120,25 @@ def report(
     return {
         "schema": f"bestiary.bench.{name}/1",
         "exit_code": code,
-        "goals": [asdict(goal) | {"holds": goal.holds} for goal in goals],
+        "goals": [asdict(goal) | {"holds": goal.holds, "missed_by": goal.missed_by} for goal in goals],
         "arms": {arm: {what: asdict(summary) for what, summary in rows.items()} for arm, rows in summaries.items()},
         **context,
     }
 
 
 def print_goals(goals: Sequence[Goal], control: Summary, code: int) -> None:
-    """Goals with their figures, the control arm's spread, and the exit code in words."""
+    """Goals with their figures, by how much one is missed, the control arm's spread, and the exit code in words."""
     for goal in goals:
-        print(f"  {'holds ' if goal.holds else 'MISSED'}  {goal.name:<58} {goal.figure:8.3f} ≤ {goal.limit:.3f}")
-    words = {GOALS_HOLD: "goals hold", GOAL_MISSED: "a goal is missed", TOO_NOISY: "too noisy to tell"}
-    print(f"control arm varies {control.spread:.1%} (limit {NOISE_LIMIT:.0%}): {words[code]}, exit {code}")
+        sign = "≥" if goal.at_least else "≤"
+        rounds = "" if goal.low is None or goal.high is None else f"  ({goal.low:.3f}–{goal.high:.3f})"
+        short = "" if goal.holds else f"  by {goal.missed_by:.1%}"
+        word = "holds " if goal.holds else "MISSED"
+        print(f"  {word}  {goal.name:<58} {goal.figure:8.3f} {sign} {goal.limit:.3f}{rounds}{short}")
+    print(
+        f"control arm varies {control.spread:.1%} (limit {NOISE_LIMIT:.0%}): {in_words(code)}, exit {code}", flush=True
+    )
+
+
+def in_words(code: int) -> str:
+    """What an exit code of a benchmark means."""
+    return {GOALS_HOLD: "goals hold", GOAL_MISSED: "a goal is missed", TOO_NOISY: "too noisy to tell"}[code]
