@@ -50,7 +50,7 @@ class Gradients:
         self.hidden = of_hidden(tokens, shape[1], **new) if needs[0] else None
         self.weight = make(shape, **new) if needs[1] else None
         self.bias = torch.zeros(shape[0], **new) if needs[2] else None
-        self._vocabulary = vocabulary
+        self._map = vocabulary.map
 
     def add(self, dz: Tensor, tile: Tile, weight: Tensor, x: Tensor, rows: slice) -> None:
         """The share of one tile: dz (R, tile.width) before the constants, 0 in padded columns; x scaled."""
@@ -64,12 +64,12 @@ class Gradients:
                 product = torch.mm(dz.T, x)[: tile.real]
                 mine.copy_(product) if rows.start == 0 else mine.add_(product)
         if self.bias is not None:
-            self.bias[tile.columns].add_(dz[:, : tile.real].sum(0), alpha=self._vocabulary.map.bias_factor)
+            self.bias[tile.columns].add_(dz[:, : tile.real].sum(0), alpha=self._map.bias_factor)
 
     def finish(self) -> None:
         """Applies the constant that the hidden states were multiplied with."""
-        if self.hidden is not None and self._vocabulary.map.inner != 1.0:
-            self.hidden.mul_(self._vocabulary.map.inner)
+        if self.hidden is not None and self._map.inner != 1.0:
+            self.hidden.mul_(self._map.inner)
 
 
 def _accumulate(out: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
