@@ -14,7 +14,7 @@ COMMA := ,
 # Runs one installation step and prints its seconds, so that a target's own time can be read apart.
 timed = @echo "$(1)"; start=$$(date +%s); $(1) && echo "  took $$(( $$(date +%s) - start )) s"
 
-.PHONY: help venv demo test test-fast verify-all self-test verify-latest bench lint clean
+.PHONY: help venv demo test test-fast verify-all self-test verify-latest aot bench lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,10 +44,15 @@ verify-latest: ## V0–V6 against the newest transformers, in .venv-latest
 	@mkdir -p out
 	$(LATEST)/verify-bridge --all --level V0..V6 --json out/verdict-latest.json
 
-bench: .venv/.stamp-dev ## benchmarks of ours against the reference, in one run each
+aot: .venv/.stamp-dev ## every Triton kernel compiled for three generations of GPUs, without one
 	@mkdir -p out
-	$(BIN)/python -m bestiary.tools.bench.load --json out/bench-load.json
-	$(BIN)/python -m bestiary.tools.bench.head --json out/bench-head.json
+	$(BIN)/python -m bestiary.kernels.aot --cache out/aot --json out/aot.json
+
+bench: .venv/.stamp-dev ## benchmarks against the peers, T = 1024 and the blocks: out/bench.json, out/bench.md (25 minutes)
+	$(BIN)/python -m bestiary.tools.bench
+
+bench-full: .venv/.stamp-dev ## the same and T = 2048
+	$(BIN)/python -m bestiary.tools.bench --full
 
 lint: .venv/.stamp-dev ## ruff, import-linter, and mypy on an installed wheel
 	$(BIN)/ruff check --output-format concise .

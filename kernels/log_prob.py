@@ -11,6 +11,7 @@ from bestiary.kernels.dispatch import choose
 from bestiary.kernels.errors import InvalidArgument, LabelOutOfRange
 from bestiary.kernels.log_prob_terms import LogitMap, LogProb, Setting, Wanted
 from bestiary.kernels.precision import at_least_fp32
+from bestiary.kernels.triton_runtime import product_obstacle
 from bestiary.kernels.vocab_parallel import Local, localised
 
 __all__ = ["LogProb", "linear_log_prob"]
@@ -79,7 +80,13 @@ def per_token(local: Local, setting: Setting) -> LogProb:
 def implementation(local: Local) -> ModuleType:
     """The module that computes: it has `log_prob` and `scalar_loss` with the signatures of `log_prob_reference`."""
     sharded = "its vocabulary is not split over ranks" if local.shard is not None else None
-    return _IMPLEMENTATIONS[choose("log_prob", {"chunked": None, "reference": sharded})]
+    triton = product_obstacle(local.hidden, local.weight, local.bias)
+    chosen = choose("log_prob", {"triton": triton, "chunked": None, "reference": sharded})
+    if chosen == "triton":
+        from bestiary.kernels import triton_log_prob  # needs the optional triton
+
+        return triton_log_prob
+    return _IMPLEMENTATIONS[chosen]
 
 
 def checked(

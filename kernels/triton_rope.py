@@ -83,7 +83,8 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return _turned(upstream, *ctx.saved_tensors, ctx.interleaved, back=True), None, None, None
+        cos, sin = ctx.saved_tensors
+        return _turned(upstream, cos, sin, ctx.interleaved, back=True), None, None, None
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:

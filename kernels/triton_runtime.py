@@ -15,39 +15,42 @@ from bestiary.kernels.errors import UnsupportedDispatch
 # Triton contracts a·b + c into one rounding by default and warns that 3.10 will not; the results here shall not change.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
+# Read once: what decides stays the same while a process runs, and torch.compile traces through the questions below.
+INSTALLED = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
-
-
-def installed() -> bool:
-    """Whether there is a triton to import; it is not imported."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def obstacle(*tensors: Tensor | None) -> str | None:
     """Why Triton cannot run on these float tensors, for `dispatch.choose`; None: it can."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    if not installed():
+    if not INSTALLED:
         return "triton is not installed (pip install 'bestiary[triton]')"
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not INTERPRETED and any(tensor.device.type != "cuda" for tensor in given):
+        return "Triton needs tensors on a CUDA or ROCm device"
+    if INTERPRETED and any(tensor.device.type != "cpu" for tensor in given):
+        return "TRITON_INTERPRET keeps Triton on the CPU"
     for tensor in given:
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return f"Triton kernels take plain tensors, not {type(tensor).__name__}"
         if tensor.dtype not in FLOATS:
             return f"Triton kernels compute in fp32, and {tensor.dtype} needs another implementation"
-    devices = {tensor.device for tensor in given}
-    if len(devices) > 1:
-        return f"tensors are on {' and '.join(sorted(map(str, devices)))}"
-    if any(device.type == "cuda" for device in devices):
-        return None if not interpreted() else "TRITON_INTERPRET=1 keeps Triton on the CPU"
-    if not interpreted():
-        return "Triton needs a CUDA or ROCm device"
-    if any(tensor.dtype != next(iter(FLOATS)) for tensor in given):
-        return "Triton's interpreter is exact in fp32 only"
+        if INTERPRETED and tensor.dtype != FLOATS[0]:
+            return "Triton's interpreter is exact in fp32 only"
+    if any(tensor.device != given[0].device for tensor in given):
+        return f"tensors are on {' and '.join(str(tensor.device) for tensor in given)}"
     return None
+
+
+def product_obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Why the log-prob core cannot run on these tensors in Triton, for `dispatch.choose`; None: it can."""
+    if hidden.dtype != weight.dtype:
+        return f"hidden is {hidden.dtype} and weight {weight.dtype}, and its products take one dtype"
+    if hidden.dtype == torch.float16:
+        return "gradients of logits underflow in float16"
+    if torch.version.hip is not None and hidden.dtype == torch.bfloat16:
+        return "products of bfloat16 with sums in fp32 are cuBLAS's"
+    return obstacle(hidden, weight, bias)
 
 
 def require(operation: str, *tensors: Tensor | None) -> None:

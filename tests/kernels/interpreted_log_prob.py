@@ -1,0 +1,285 @@
+"""The Triton log-prob core in the interpreter (fp32) against the torch reference in float64.
+
+Run by test_triton_interpreter.py in a process where TRITON_INTERPRET=1.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bestiary.kernels import log_prob_reference, triton_log_prob
+from bestiary.kernels.dispatch import force
+from bestiary.kernels.errors import UnsupportedDispatch
+from bestiary.kernels.log_prob import linear_log_prob
+from bestiary.kernels.log_prob_terms import LogitMap, ScalarLoss, Setting, Wanted
+from bestiary.kernels.triton_runtime import product_obstacle
+
+TOLERANCE = 1e-6  # of the largest value
+IGNORED = -100
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks and tiles, none of them full, at shapes the interpreter can walk over."""
+    monkeypatch.setattr(triton_log_prob, "COLUMNS", 128)
+    monkeypatch.setattr(triton_log_prob, "ROWS", 5)
+    monkeypatch.setattr(triton_log_prob, "HELD_BYTES", 0)
+    monkeypatch.setattr(triton_log_prob, "HELD_ROWS", (4, 8))
+    monkeypatch.setattr("bestiary.kernels.triton_log_prob_tiles.BLOCK", 64)
+
+
+class Inputs:
+    """Hidden states, weight, bias and targets; some ignored."""
+
+    def __init__(self, tokens: int, vocab: int, *, bias: bool = False, ignored: str = "some") -> None:
+        generator = torch.Generator().manual_seed(tokens * 1000 + vocab)
+        self.hidden = torch.randn(tokens, 12, generator=generator)
+        self.weight = torch.randn(vocab, 12, generator=generator)
+        self.bias = torch.randn(vocab, generator=generator) if bias else None
+        self.target = torch.randint(vocab, (tokens,), generator=generator)
+        if ignored == "some":
+            self.target[::3] = IGNORED
+        elif ignored == "all":
+            self.target[:] = IGNORED
+
+    def leaves(self, dtype: torch.dtype) -> list[Tensor]:
+        given = [tensor for tensor in (self.hidden, self.weight, self.bias) if tensor is not None]
+        return [tensor.detach().to(dtype).requires_grad_() for tensor in given]
+
+
+def setting(vocab: int, dtype: torch.dtype, logit_map: LogitMap | None = None, **wanted: Any) -> Setting:
+    return Setting(logit_map or LogitMap(), Wanted(**wanted), IGNORED, dtype, vocab, None)
+
+
+def assert_near(ours: Tensor, exact: Tensor) -> None:
+    assert ours.shape == exact.shape
+    ours, exact = ours.detach().double(), exact.detach().double()
+    error = float((ours - exact).abs().max()) if exact.numel() else 0.0
+    assert error <= TOLERANCE * (float(exact.abs().max()) if exact.numel() else 0.0), error
+
+
+def per_token(inputs: Inputs, logit_map: LogitMap | None = None, **wanted: Any) -> None:
+    """Every column and every gradient of a random combination of the columns."""
+    results = []
+    for module, dtype in ((triton_log_prob, torch.float32), (log_prob_reference, torch.float64)):
+        leaves = inputs.leaves(dtype)
+        h, w, *b = leaves
+        options = {k: v.to(dtype) if isinstance(v, Tensor) else v for k, v in wanted.items()}
+        out = module.log_prob(h, w, b[0] if b else None, inputs.target, setting(len(w), dtype, logit_map, **options))
+        differentiable = [column for name, column in out._asdict().items() if column is not None and name != "top1"]
+        generator = torch.Generator().manual_seed(1)
+        pulls = [torch.randn(len(h), generator=generator).to(dtype) for _ in differentiable]
+        results.append((out, torch.autograd.grad(differentiable, leaves, pulls)))
+    (ours, mine), (exact, theirs) = results
+    for name in ours._fields:
+        if name == "top1" and wanted.get("top1"):
+            assert torch.equal(ours.top1, exact.top1)
+        elif getattr(ours, name) is not None:
+            assert_near(getattr(ours, name), getattr(exact, name))
+    for a, b in zip(mine, theirs, strict=True):
+        assert_near(a, b)
+
+
+@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 128, 257, 389])
+@pytest.mark.parametrize("tokens", [1, 5, 13])
+def test_log_prob_and_lse(tokens: int, vocab: int) -> None:
+    """Vocabularies around the multiples of 64 and of the tile, chunks that are not full."""
+    per_token(Inputs(tokens, vocab))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("logit_map", [LogitMap(2.0, None, 0.7), LogitMap(1.0, 3.0, 1.0), LogitMap(0.5, 8.0, 1.3)])
+def test_everything_at_once(logit_map: LogitMap, bias: bool) -> None:
+    """Entropy, argmax and mean under divisor, soft cap, temperature and bias."""
+    per_token(Inputs(7, 193, bias=bias), logit_map, entropy=True, top1=True, logit_mean=True)
+
+
+def test_weighted_mean() -> None:
+    """The mean with weights, as label smoothing with class weights asks for it."""
+    weights = torch.rand(193, generator=torch.Generator().manual_seed(4))
+    per_token(Inputs(7, 193), logit_mean=True, mean_weights=weights)
+
+
+def test_all_ignored_is_zero_with_a_graph() -> None:
+    """Exactly zero, and gradients of exactly zero."""
+    inputs = Inputs(6, 70, ignored="all")
+    hidden, weight = inputs.leaves(torch.float32)
+    out = triton_log_prob.log_prob(hidden, weight, None, inputs.target, setting(70, torch.float32))
+    of_hidden, of_weight = torch.autograd.grad(out.log_prob.sum() + out.lse.sum(), (hidden, weight))
+    for tensor in (out.log_prob, out.lse, of_hidden, of_weight):
+        assert not tensor.any()
+
+
+def test_no_tokens() -> None:
+    """An empty batch has empty results and a weight gradient of zeros."""
+    inputs = Inputs(0, 70)
+    hidden, weight = inputs.leaves(torch.float32)
+    out = triton_log_prob.log_prob(hidden, weight, None, inputs.target, setting(70, torch.float32))
+    (of_weight,) = torch.autograd.grad(out.log_prob.sum(), (weight,))
+    assert out.log_prob.shape == (0,)
+    assert not of_weight.any()
+
+
+def test_frozen_tensors_get_no_gradient_and_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No buffer of the weight's size for a frozen head, and none for frozen hidden states."""
+    inputs, made = Inputs(6, 70, ignored="none"), []
+    original = triton_log_prob.Sums.__init__
+
+    def spy(self: Any, *args: Any) -> None:
+        original(self, *args)
+        made.append((self.hidden is not None, self.weight is not None))
+
+    monkeypatch.setattr(triton_log_prob.Sums, "__init__", spy)
+    for frozen in (0, 1):
+        leaves = inputs.leaves(torch.float32)
+        leaves[frozen].requires_grad_(False)
+        out = triton_log_prob.log_prob(*leaves, None, inputs.target, setting(70, torch.float32))
+        out.log_prob.sum().backward()
+        assert leaves[frozen].grad is None
+        assert leaves[1 - frozen].grad is not None
+    assert made == [(False, True), (True, False)]
+
+
+def test_sure_of_the_target_keeps_its_digits() -> None:
+    """Where p → 1, log p and its gradient are far below the rounding of 1: they hold to 1e-5 of themselves."""
+    weight = torch.eye(64)[:, :12].contiguous()
+    hidden = torch.zeros(2, 12)
+    hidden[0, 3], hidden[1, 5] = 30.0, 40.0
+    target = torch.tensor([3, 5])
+    hidden.requires_grad_()
+    out = triton_log_prob.log_prob(hidden, weight, None, target, setting(64, torch.float32)).log_prob
+    (slope,) = torch.autograd.grad(out.sum(), hidden)
+    others = 63 * torch.tensor([-30.0, -40.0]).double().exp()
+    assert torch.allclose(out.double(), -others.log1p(), rtol=1e-5, atol=0)
+    assert torch.allclose(slope[[0, 1], target].double(), others / (1 + others), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("column", [0, 7, 63, 64, 130])
+def test_logits_of_minus_infinity(column: int) -> None:
+    """A masked logit has no mass, no gradient and makes nothing NaN."""
+    inputs = Inputs(5, 131, bias=True, ignored="none")
+    inputs.bias[column] = -torch.inf
+    inputs.target[inputs.target == column] = (column + 1) % 131
+    results = []
+    for module, dtype in ((triton_log_prob, torch.float32), (log_prob_reference, torch.float64)):
+        h, w, b = inputs.leaves(dtype)
+        out = module.log_prob(h, w, b, inputs.target, setting(131, dtype, entropy=True, top1=True))
+        results.append((out, torch.autograd.grad((out.log_prob + out.lse).sum(), (h, w, b))))
+    (ours, mine), (exact, theirs) = results
+    assert_near(ours.log_prob, exact.log_prob)
+    assert_near(ours.entropy, exact.entropy)
+    assert not mine[2][column]
+    for a, b in zip(mine, theirs, strict=True):
+        assert_near(a, b)
+
+
+def test_equal_logits_name_the_smallest_id() -> None:
+    """Ties within a tile, between tiles, and with the target."""
+    hidden, weight, target = torch.ones(3, 2), torch.zeros(200, 2), torch.tensor([0, 150, 199])
+    out = triton_log_prob.log_prob(hidden, weight, None, target, setting(200, torch.float32, top1=True))
+    assert out.top1.tolist() == [0, 0, 0]
+    weight[[70, 140, 190]] = 1.0
+    out = triton_log_prob.log_prob(hidden, weight, None, target, setting(200, torch.float32, top1=True))
+    assert out.top1.tolist() == [70, 70, 70]
+
+
+def test_strided_and_expanded_inputs() -> None:
+    """Transposed weight, hidden states out of a wider tensor, an expanded gradient."""
+    inputs = Inputs(6, 70, ignored="none")
+    exact = inputs.leaves(torch.float64)
+    log_prob_reference.log_prob(*exact, None, inputs.target, setting(70, torch.float64)).log_prob.sum().backward()
+    hidden = torch.cat((inputs.hidden, inputs.hidden), 1)[:, :12].detach().requires_grad_()
+    weight = inputs.weight.T.contiguous().T.detach().requires_grad_()
+    assert not weight.is_contiguous()
+    triton_log_prob.log_prob(hidden, weight, None, inputs.target, setting(70, torch.float32)).log_prob.sum().backward()
+    assert_near(hidden.grad, exact[0].grad)
+    assert_near(weight.grad, exact[1].grad)
+
+
+LOSSES = {
+    "plain": {},
+    "smoothing": {"smoothing": 0.1},
+    "z_loss": {"z_loss": 0.01},
+    "both": {"smoothing": 0.2, "z_loss": 0.02},
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("logit_map", [LogitMap(2.0, None, 0.7), LogitMap(1.0, 3.0, 1.0)])
+def test_scalar_loss(name: str, logit_map: LogitMap) -> None:
+    """Value and gradients with token weights, scaled by what stands behind the loss, and a second backward call."""
+    inputs, options = Inputs(11, 193, bias=True), LOSSES[name]
+    share = torch.rand(11, generator=torch.Generator().manual_seed(2)) * (inputs.target != IGNORED)
+    results = []
+    for module, dtype in ((triton_log_prob, torch.float32), (log_prob_reference, torch.float64)):
+        h, w, b = leaves = inputs.leaves(dtype)
+        loss = ScalarLoss(-share.to(dtype) * (1 - options.get("smoothing", 0.0)), share.to(dtype), **options)
+        asked = setting(193, dtype, logit_map, logit_mean="smoothing" in options)
+        value, out = module.scalar_loss(h, w, b, inputs.target, loss, asked)
+        first = torch.autograd.grad(value * 3.0, leaves, retain_graph=True)
+        results.append((value, out, first, torch.autograd.grad(value * 3.0, leaves)))
+    (value, out, first, second), (exact, columns, theirs, _) = results
+    assert_near(value, exact)
+    assert_near(out.log_prob, columns.log_prob)
+    assert not out.log_prob.requires_grad
+    for a, b, c in zip(first, second, theirs, strict=True):
+        assert_near(a, c)
+        assert_near(b, c)
+
+
+def test_scalar_loss_holds_its_gradients_when_the_forward_pass_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first backward call computes no product."""
+    inputs = Inputs(6, 70, ignored="none")
+    hidden, weight = inputs.leaves(torch.float32)
+    share = torch.full((6,), 1 / 6)
+    value, _ = triton_log_prob.scalar_loss(
+        hidden, weight, None, inputs.target, ScalarLoss(-share, share), setting(70, torch.float32)
+    )
+    monkeypatch.setattr(triton_log_prob, "multiply", None)
+    value.backward()
+    assert weight.grad.any()
+
+
+def test_second_order_is_refused() -> None:
+    """By name, with the implementation that has it."""
+    inputs = Inputs(3, 70, ignored="none")
+    hidden, weight = inputs.leaves(torch.float32)
+    out = triton_log_prob.log_prob(hidden, weight, None, inputs.target, setting(70, torch.float32))
+    with pytest.raises(UnsupportedDispatch, match="second-order"):
+        torch.autograd.grad(out.log_prob.sum(), hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("forced", [None, "triton"])
+def test_the_public_function_runs_it(forced: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First choice where it can run; anything else where it cannot."""
+    calls = []
+    original = triton_log_prob.log_prob
+    monkeypatch.setattr(triton_log_prob, "log_prob", lambda *given: calls.append(1) or original(*given))
+    inputs = Inputs(4, 70)
+    with force(log_prob=forced) if forced else nullcontext():
+        linear_log_prob(inputs.hidden, inputs.weight, inputs.target)
+    linear_log_prob(inputs.hidden.double(), inputs.weight.double(), inputs.target)
+    assert len(calls) == 1
+
+
+def test_what_it_cannot_do_has_a_reason() -> None:
+    """float16 gradients, two dtypes, float64."""
+    x = torch.zeros(2, 4)
+    assert product_obstacle(x, x, None) is None
+    assert "underflow" in str(product_obstacle(x.half(), x.half(), None))
+    assert "one dtype" in str(product_obstacle(x, x.double(), None))
+    assert "fp32" in str(product_obstacle(x.double(), x.double(), None))
+
+
+@pytest.mark.parametrize(("tokens", "vocab", "size"), [(8192, 151936, 1280), (8192, 201088, 1024), (100, 64, 100)])
+def test_chunks_on_the_compute_roof(tokens: int, vocab: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least 1024 tokens in bfloat16 at the launch models' vocabularies, within half a gigabyte."""
+    monkeypatch.undo()
+    chunks = triton_log_prob.chunks_of(tokens, vocab, torch.bfloat16, held=True)
+    assert chunks[0] == slice(0, size)
+    assert chunks[-1].stop == tokens
+    logits = size * min(triton_log_prob.COLUMNS, vocab) * 4
+    assert size * vocab * 2 + logits <= 500e6
