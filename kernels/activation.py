@@ -4,9 +4,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bestiary.kernels.dispatch import choose
+from bestiary.kernels.triton_runtime import obstacle
+
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """act(gate) · up, with `activation` one of silu, gelu, gelu_pytorch_tanh (arXiv:2002.05202). Any equal shapes."""
+    if choose("activation", {"triton": obstacle(gate, up), "torch": None}) == "triton":
+        from bestiary.kernels.triton_activation import gated as fused  # needs the optional triton
+
+        return fused(gate, up, activation)
     if activation == "silu":
         return F.silu(gate) * up
     return F.gelu(gate, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none") * up
@@ -14,6 +21,10 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     """gate·sigmoid(alpha·gate)·(up + 1), gate ≤ limit, |up| ≤ limit (transformers' GptOssExperts). Any equal shapes."""
+    if choose("activation", {"triton": obstacle(gate, up), "torch": None}) == "triton":
+        from bestiary.kernels.triton_activation import clamped_swiglu as fused  # needs the optional triton
+
+        return fused(gate, up, alpha, limit)
     gate = gate.clamp(max=limit)
     up = up.clamp(min=-limit, max=limit)
     return gate * torch.sigmoid(alpha * gate) * (up + 1)

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from bestiary.kernels.dispatch import choose
 from bestiary.kernels.precision import at_least_fp32
+from bestiary.kernels.triton_runtime import obstacle
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, scale_then_cast: bool = False) -> Tensor:
@@ -19,6 +21,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, s
     Returns:
         (..., d) in x's dtype.
     """
+    if choose("norm", {"triton": obstacle(x, weight), "torch": None}) == "triton":
+        from bestiary.kernels.triton_norm import rms_norm as fused  # needs the optional triton
+
+        return fused(x, weight, eps, plus_one=plus_one, scale_then_cast=scale_then_cast)
     wide = x.to(at_least_fp32(x.dtype))
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     scale = 1.0 + weight.to(wide.dtype) if plus_one else weight

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from bestiary.kernels.dispatch import choose
+from bestiary.kernels.triton_runtime import rope_obstacle
+
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Turn coordinate pairs of `x` by the angles behind `cos` and `sin`.
@@ -15,6 +18,10 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
     Returns:
         (B, heads, T, head_dim) in x's dtype; the turn runs in that of cos and sin.
     """
+    if choose("rope", {"triton": rope_obstacle(x, cos, sin), "torch": None}) == "triton":
+        from bestiary.kernels.triton_rope import apply_rope as fused  # needs the optional triton
+
+        return fused(x, cos, sin, interleaved=interleaved)
     rotary_dim = 2 * cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     turning, rest = x[..., :rotary_dim], x[..., rotary_dim:]

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bestiary.kernels.triton_runtime import as_rows, require
+from bestiary.kernels.triton_runtime import as_rows, obstacle, require
 
 BLOCK = 1024
 KINDS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
@@ -112,11 +112,11 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     Cost:
         Forward two reads and a write; backward three reads and two writes. Nothing but the inputs is saved.
     """
-    require("activation", gate, up)
+    require("activation", obstacle(gate, up))
     return _Gated.apply(gate, up, KINDS[activation], 1.0, 0.0)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     """gate·sigmoid(alpha·gate)·(up + 1), gate ≤ limit, |up| ≤ limit (transformers' GptOssExperts), as `gated`."""
-    require("activation", gate, up)
+    require("activation", obstacle(gate, up))
     return _Gated.apply(gate, up, KINDS["clamped_swiglu"], alpha, limit)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bestiary.kernels.errors import InvalidArgument
-from bestiary.kernels.triton_runtime import require
+from bestiary.kernels.triton_runtime import obstacle, require
 
 BLOCK = 1024  # bytes a program expands
 _GROUP_BYTES = 16
@@ -60,7 +60,7 @@ def dequantize(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.bfl
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise InvalidArgument(f"MXFP4 is stored as uint8, not {blocks.dtype} and {scales.dtype}.")
     out = torch.empty(*scales.shape[:-1], scales.shape[-1] * 2 * _GROUP_BYTES, dtype=dtype, device=blocks.device)
-    require("mxfp4", out)
+    require("mxfp4", obstacle(out))
     blocks, scales = blocks.contiguous(), scales.contiguous()
     if out.numel():
         mxfp4_expand[(triton.cdiv(blocks.numel(), BLOCK),)](

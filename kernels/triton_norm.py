@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bestiary.kernels.precision import at_least_fp32
-from bestiary.kernels.triton_runtime import as_rows, power_of_two, require, warps
+from bestiary.kernels.triton_runtime import as_rows, obstacle, power_of_two, require, warps
 
 _PROGRAMS = 528  # of the backward pass, each with a share of the weight's gradient: 4 for each of 132 processors
 
@@ -138,5 +138,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, s
     Cost:
         Forward one read and one write of x; backward two reads and one write, plus at most 528 · d fp32 numbers.
     """
-    require("norm", x, weight)
+    require("norm", obstacle(x, weight))
     return _RMSNorm.apply(x, weight, eps, plus_one, scale_then_cast)

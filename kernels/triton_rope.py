@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bestiary.kernels.errors import UnsupportedDispatch
-from bestiary.kernels.triton_runtime import power_of_two, require, warps
+from bestiary.kernels.triton_runtime import power_of_two, require, rope_obstacle, warps
 
 
 def heads_of(rotary_dim: int) -> int:
@@ -100,10 +99,6 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
     Cost:
         One read and one write of x in each direction, one read of cos and sin for up to 16 heads.
     """
-    require("rope", x, cos, sin)
-    if cos.requires_grad or sin.requires_grad:
-        raise UnsupportedDispatch(
-            "rope = 'triton' cannot run: cos and sin ask for gradients.", remedy="use the torch implementation"
-        )
+    require("rope", rope_obstacle(x, cos, sin))
     # Without a copy where they are dense already; both then have the same strides.
     return _Rope.apply(x, cos.contiguous(), sin.contiguous(), interleaved)

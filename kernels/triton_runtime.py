@@ -39,7 +39,16 @@ def obstacle(*tensors: Tensor | None) -> str | None:
             return "Triton's interpreter is exact in fp32 only"
     if any(tensor.device != given[0].device for tensor in given):
         return f"tensors are on {' and '.join(str(tensor.device) for tensor in given)}"
+    if given and not INTERPRETED and given[0].device.index != torch.cuda.current_device():
+        return f"tensors are on {given[0].device} and Triton launches on cuda:{torch.cuda.current_device()}"
     return None
+
+
+def rope_obstacle(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
+    """Why a turn cannot run in Triton, for `dispatch.choose`; None: it can."""
+    if cos.requires_grad or sin.requires_grad:
+        return "cos and sin ask for gradients"
+    return obstacle(x, cos, sin)
 
 
 def product_obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
@@ -53,9 +62,8 @@ def product_obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str
     return obstacle(hidden, weight, bias)
 
 
-def require(operation: str, *tensors: Tensor | None) -> None:
-    """Raises `UnsupportedDispatch` where `obstacle` finds one: a wrapper called directly says why it cannot run."""
-    found = obstacle(*tensors)
+def require(operation: str, found: str | None) -> None:
+    """Raises `UnsupportedDispatch` for an obstacle: a wrapper that is called directly says why it cannot run."""
     if found is not None:
         raise UnsupportedDispatch(f"{operation} = 'triton' cannot run: {found}.", remedy="use the torch implementation")
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bestiary.bridges.mxfp4 import dequantize as torch_dequantize
 from bestiary.kernels.activation import clamped_swiglu, gated
+from bestiary.kernels.dispatch import record
 from bestiary.kernels.errors import InvalidArgument, UnsupportedDispatch
 from bestiary.kernels.norm import rms_norm
 from bestiary.kernels.rope import apply_rope
@@ -193,3 +194,16 @@ def test_other_dtypes_are_refused_here(dtype: torch.dtype) -> None:
     for call in (lambda: triton_rms_norm(x, x[0], 1e-6), lambda: triton_gated(x, x, "silu")):
         with pytest.raises(UnsupportedDispatch, match="cannot run"):
             call()
+
+
+def test_the_public_functions_run_it() -> None:
+    """First choice where it can run, and the log tells; float64 goes to torch."""
+    x, angle = normal(2, 3, 5, 8), normal(1, 5, 4)
+    for dtype, expected in ((torch.float32, "triton"), (torch.float64, "torch")):
+        wide, turn = x.to(dtype), angle.to(dtype)
+        with record() as ran:
+            rms_norm(wide, wide[0, 0, 0], 1e-6)
+            apply_rope(wide, turn.cos(), turn.sin())
+            gated(wide, wide, "silu")
+            clamped_swiglu(wide, wide, 1.7, 7.0)
+        assert ran == [(name, expected) for name in ("norm", "rope", "activation", "activation")]
