@@ -5,7 +5,7 @@ from torch import Tensor
 
 from bestiary.kernels.dispatch import choose
 from bestiary.kernels.precision import at_least_fp32
-from bestiary.kernels.triton_runtime import obstacle
+from bestiary.kernels.triton_runtime import norm_obstacle
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, scale_then_cast: bool = False) -> Tensor:
@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, s
     Returns:
         (..., d) in x's dtype.
     """
-    if choose("norm", {"triton": obstacle(x, weight), "torch": None}) == "triton":
+    if choose("norm", {"triton": norm_obstacle(x, weight), "torch": None}) == "triton":
         from bestiary.kernels.triton_norm import rms_norm as fused  # needs the optional triton
 
         return fused(x, weight, eps, plus_one=plus_one, scale_then_cast=scale_then_cast)

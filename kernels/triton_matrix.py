@@ -63,12 +63,14 @@ def _norms() -> Iterator[Compilation]:
             constants: dict[str, Any] = {
                 "PLUS_ONE": plus_one, "SCALE_FIRST": scale_first, "ROWS": shape.rows, "BLOCK": shape.block
             }  # fmt: skip
-            if kernel is norm.rms_norm_backward:
+            back = kernel is norm.rms_norm_backward
+            if back:
                 constants["NEED_WEIGHT"] = True
             pointers = dict.fromkeys(("x", "weight", "out", "upstream", "of_x"), "*bf16") | {"of_weight": "*fp32"}
             strides = frozenset({"d", "x_stride", "out_stride", "upstream_stride", "of_x_stride"})
             types = _types(kernel, constants, pointers, eps="fp32")
-            yield Compilation(kernel, f"d={d}", types, constants, shape.warps, strides & types.keys())
+            number = shape.back_warps if back else shape.warps
+            yield Compilation(kernel, f"d={d}", types, constants, number, strides & types.keys())
 
 
 def _ropes() -> Iterator[Compilation]:

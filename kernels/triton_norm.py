@@ -8,24 +8,26 @@ import triton.language as tl
 from torch import Tensor
 
 from bestiary.kernels.precision import at_least_fp32
-from bestiary.kernels.triton_runtime import as_rows, obstacle, power_of_two, require, warps
+from bestiary.kernels.triton_runtime import as_rows, norm_obstacle, power_of_two, require, warps
 
 _PROGRAMS = 528  # of the backward pass, each with a share of the weight's gradient: 4 for each of 132 processors
 
 
 class Launch(NamedTuple):
-    """Rows and columns (powers of two) of one program's block, and its warps."""
+    """Rows and columns (powers of two) of one program's block, and its warps, more of them in the backward pass."""
 
     rows: int
     block: int
     warps: int
+    back_warps: int
 
 
 def launch(d: int) -> Launch:
     """A function of the width alone: short rows, as of q and k norms, share a program."""
     block = power_of_two(d)
     rows = max(1, 1024 // block)
-    return Launch(rows, block, warps(rows * block))
+    forward = warps(rows * block)
+    return Launch(rows, block, forward, 2 * forward)
 
 
 @triton.jit
@@ -118,7 +120,7 @@ class _RMSNorm(torch.autograd.Function):
             rms_norm_backward[(programs,)](
                 rows, weight, pull, of_x, partial, count, d, rows.stride(0), pull.stride(0), d, eps,
                 PLUS_ONE=plus_one, SCALE_FIRST=scale_first, NEED_WEIGHT=ctx.needs_input_grad[1],
-                ROWS=shape.rows, BLOCK=shape.block, num_warps=shape.warps,
+                ROWS=shape.rows, BLOCK=shape.block, num_warps=shape.back_warps,
             )  # fmt: skip
         of_weight = partial.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         return of_x, of_weight, None, None, None
@@ -138,5 +140,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, s
     Cost:
         Forward one read and one write of x; backward two reads and one write, plus at most 528 · d fp32 numbers.
     """
-    require("norm", obstacle(x, weight))
+    require("norm", norm_obstacle(x, weight))
     return _RMSNorm.apply(x, weight, eps, plus_one, scale_then_cast)

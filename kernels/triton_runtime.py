@@ -18,6 +18,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 # Read once: what decides stays the same while a process runs, and torch.compile traces through the questions below.
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
+WIDEST_ROW = 8192
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -42,6 +43,13 @@ def obstacle(*tensors: Tensor | None) -> str | None:
     if given and not INTERPRETED and given[0].device.index != torch.cuda.current_device():
         return f"tensors are on {given[0].device} and Triton launches on cuda:{torch.cuda.current_device()}"
     return None
+
+
+def norm_obstacle(x: Tensor, weight: Tensor) -> str | None:
+    """Why RMSNorm cannot run in Triton, for `dispatch.choose`; None: it can."""
+    if x.shape[-1] > WIDEST_ROW:
+        return f"rows of {x.shape[-1]} do not fit in the registers of a program, which hold {WIDEST_ROW}"
+    return obstacle(x, weight)
 
 
 def rope_obstacle(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
@@ -80,5 +88,5 @@ def power_of_two(n: int) -> int:
 
 
 def warps(elements: int) -> int:
-    """Warps of a program that holds `elements` fp32 numbers at a time: 16 a thread, between 1 and 16 warps."""
+    """Warps of a program that holds `elements` fp32 numbers at a time: 16 a thread, between 1 and 16."""
     return min(max(power_of_two(elements) // 512, 1), 16)

@@ -92,6 +92,12 @@ def test_norm_of_a_frozen_weight_has_no_gradient_for_it() -> None:
     assert_near(x.grad, wide.grad)
 
 
+def test_norm_refuses_rows_that_no_program_holds() -> None:
+    """They would spill."""
+    with pytest.raises(UnsupportedDispatch, match="8192"):
+        triton_rms_norm(torch.ones(1, 8193), torch.ones(8193), 1e-6)
+
+
 @pytest.mark.parametrize("layout", ["dense", "heads after tokens", "last axis apart"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
