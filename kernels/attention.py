@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from bestiary.kernels.attention_documents import document_attention, ranges_of
 from bestiary.kernels.attention_flex import BUCKET, block_mask, flex, flex_obstacle
 from bestiary.kernels.dispatch import choose
+from bestiary.kernels.errors import UnsupportedDispatch
 from bestiary.kernels.precision import at_least_fp32
 
 
@@ -149,7 +150,9 @@ def attention(
         q, k, v = q.to(narrow), k.to(narrow), v.to(narrow)
     if implementation == "flex":
         return flex(q, k, v, mask.blocks(q.device), scale=scale, sinks=sinks, softcap=softcap)
-    ranges, _ = mask.ranges()
+    ranges, obstacle = mask.ranges()
+    if ranges is None:
+        raise UnsupportedDispatch(f"attention = 'documents' cannot run: {obstacle}.")
     return document_attention(q, k, v, ranges, window=mask.window, scale=scale, sinks=sinks)[0]
 
 

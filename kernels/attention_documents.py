@@ -42,7 +42,7 @@ def ranges_of(
     """
     given = documents if documents is not None else key_valid
     if given is None:
-        return torch.tensor([[ALL_ROWS, 0, q_len, 0, kv_len]]), None
+        return _as_tensor([[ALL_ROWS, 0, q_len, 0, kv_len]]), None
     cached = kv_len - q_len
     if documents is not None and cached:
         return None, "documents do not go together with a cache"
@@ -56,7 +56,12 @@ def ranges_of(
         for _, start, end in runs:
             if end > cached:
                 found.append([ALL_ROWS if shared else row, max(start - cached, 0), end - cached, start, end])
-    return torch.tensor(found, dtype=torch.int64).view(-1, 5), None
+    return _as_tensor(found), None
+
+
+def _as_tensor(found: list[list[int]]) -> Tensor:
+    """At least two rows, empty ones where there are fewer: torch.compile sets lengths 0 and 1 apart from all others."""
+    return torch.tensor(found + [[ALL_ROWS, 0, 0, 0, 0]] * (2 - len(found)))
 
 
 def _runs(document: Tensor | None, valid: Tensor | None) -> list[tuple[int, int, int]]:
@@ -245,8 +250,8 @@ def _covers(ranges: Tensor, q: Tensor) -> bool:
 
 
 def _rows_dense(x: Tensor) -> Tensor:
-    """Strides that the fused kernel reads: the last one 1, and no expanded dimension."""
-    return x if x.stride(-1) == 1 and all(x.stride()) else x.contiguous()
+    """The fused kernel reads any strides but that of the last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _empty_like_tokens_first(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

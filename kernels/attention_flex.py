@@ -6,7 +6,7 @@ serves to compare); there is no backward there.
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -86,8 +86,9 @@ def flex(
         q, k, v = q.detach(), k.detach(), v.detach()  # the CPU refuses leaves that could require a gradient
     q = F.pad(q, (0, 0, 0, _rounded(tokens) - tokens))
     k, v = (F.pad(x, (0, 0, 0, _rounded(x.shape[2]) - x.shape[2])) for x in (k, v))
-    compiled = q.is_cuda and not torch.compiler.is_compiling()
-    run = _compiled(flex_attention) if compiled else flex_attention
+    run = cast(Callable[..., Any], flex_attention)
+    if q.is_cuda and not torch.compiler.is_compiling():
+        run = _compiled(run)
     result = run(
         q,
         k,

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import maybe_mark_dynamic
 from torch.utils.checkpoint import checkpoint
 
 from bestiary.kernels.attention import MaskSpec
@@ -108,6 +109,8 @@ class Backbone(nn.Module):
         router_logits = []
         for layer in self.layers:
             arguments = (x, tables.get(layer.rope), masks[cast(LayerType, layer.layer_type)], cache)
+            if self.decoder_config.compile_blocks:
+                _any_length(*arguments[:3])
             if self.gradient_checkpointing and torch.is_grad_enabled() and cache is None:
                 x, logits = checkpoint(layer, *arguments, use_reentrant=False)
             else:
@@ -115,6 +118,14 @@ class Backbone(nn.Module):
             if logits is not None:
                 router_logits.append(logits)
         return self.norm(x), tuple(router_logits)
+
+
+def _any_length(x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: MaskSpec) -> None:
+    """Ask the compiler for one graph for every number of tokens and documents, from the first call on."""
+    for tensor in (x, *(rope or ())):
+        maybe_mark_dynamic(tensor, 1)
+    if mask.ranges()[0] is not None:
+        maybe_mark_dynamic(mask.ranges()[0], 0)
 
 
 class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
