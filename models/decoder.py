@@ -202,7 +202,8 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
             cu_seq_lens_q: (documents + 1,) borders of packed documents in a batch of one row.
         Returns:
             `DecoderOutput`; log_probs[b, t] = log p(target at t), 0 where ignored; loss = −Σ / num_items, plus the
-            router's load-balancing loss where `output_router_logits` asks for it.
+            router's load-balancing loss where `output_router_logits` asks for it. With `labels` or `num_items_in_batch`
+            gradients flow through the loss alone, a quarter cheaper; with `shift_labels` alone through log_probs too.
         Raises:
             InvalidInput, TokenOutOfRange, LabelOutOfRange.
         """
@@ -218,11 +219,10 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         targets = shift_labels if shift_labels is not None else shifted(labels, inputs.documents)
         output: dict[str, Any] = {"past_key_values": past}
         if targets is not None:
-            core = cast(LogProb, self.lm_head(hidden, targets, temperature=temperature))
+            alone = shift_labels is not None and num_items_in_batch is None
+            loss, core = self._scored(hidden, targets, temperature, num_items_in_batch, per_token=alone)
             output["log_probs"] = core.log_prob.view_as(targets).clone()  # FSDP2 hooks outputs, and not on views
-            # A batch without targets has loss 0, not 0 / 0: it still takes part in the backward pass.
-            items = (targets != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-            output["loss"] = -core.log_prob.sum() / items
+            output["loss"] = loss
         if return_logits or (targets is None and return_logits is not False):
             kept = (
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
@@ -235,6 +235,18 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         if not self._keep_hidden:
             return DecoderOutput(output)
         return DecoderOutput(output, hidden_states=hidden)
+
+    def _scored(
+        self, hidden: Tensor, targets: Tensor, temperature: float, num_items: Tensor | int | None, *, per_token: bool
+    ) -> tuple[Tensor, LogProb]:
+        """The loss and the log-probabilities, which have a graph of their own if `per_token`."""
+        if isinstance(self.lm_head, Head) and not per_token:
+            scored = self.lm_head(hidden, targets, temperature=temperature, loss=True, num_items=num_items)
+            return cast(tuple[Tensor, LogProb], scored)
+        core = cast(LogProb, self.lm_head(hidden, targets, temperature=temperature))
+        # A batch without targets has loss 0, not 0 / 0: it still takes part in the backward pass.
+        items = (targets != -100).sum().clamp(min=1) if num_items is None else num_items
+        return -core.log_prob.sum() / items, core
 
     _keep_hidden = False
 

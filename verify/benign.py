@@ -18,7 +18,7 @@ from torch import Tensor
 from bestiary.kernels.log_prob import LogProb
 from bestiary.models.config import DecoderConfig, LayerType, NormPlacement
 from bestiary.verify.planted.bug import Plant, everywhere
-from bestiary.verify.planted.patching import adapted, built, override, patch
+from bestiary.verify.planted.patching import adapted, built, override, patch, together
 
 _ATTENTION = "bestiary.models.layers.attention"
 _NORM = "bestiary.models.layers.norm:rms_norm"
@@ -328,6 +328,26 @@ def _whole_loss(_core: Callable[..., Any]) -> Callable[..., Any]:
     return core
 
 
+def _whole_scalar_loss(core: Callable[..., Any]) -> Callable[..., Any]:
+    """The mean of log-probabilities from all logits at once."""
+    log_prob = _whole_loss(core)
+
+    def loss(
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        *,
+        num_items: Tensor | float | None = None,
+        return_log_prob: bool = True,
+        **options: Any,
+    ) -> tuple[Tensor, LogProb]:
+        out = log_prob(hidden, weight, target, **options)
+        items = (target != -100).sum().clamp(min=1) if num_items is None else num_items
+        return -out.log_prob.sum() / items, out.detached()
+
+    return loss
+
+
 def _routed(config: DecoderConfig) -> bool:
     return config.moe is not None
 
@@ -439,7 +459,10 @@ REWRITES: tuple[Benign, ...] = (
     Benign(
         id="whole_loss",
         what="the loss from all logits at once",
-        ours=patch("bestiary.models.layers.head:linear_log_prob", _whole_loss),
+        ours=together(
+            patch("bestiary.models.layers.head:linear_log_prob", _whole_loss),
+            patch("bestiary.models.layers.head:linear_cross_entropy", _whole_scalar_loss),
+        ),
     ),
     Benign(
         id="activation_checkpointing",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bestiary.kernels.cross_entropy import linear_cross_entropy
 from bestiary.kernels.head import head_logits
 from bestiary.kernels.log_prob import LogProb, linear_log_prob
 from bestiary.models.config import DecoderConfig
@@ -30,20 +31,27 @@ class Head(nn.Module):
         temperature: float = 1.0,
         ignore_index: int = -100,
         entropy: bool = False,
-    ) -> Tensor | LogProb:
-        """Logits (..., V) of hidden (..., H); with `targets` (...,) a flat `LogProb` of them, no logits."""
+        loss: bool = False,
+        num_items: Tensor | float | None = None,
+    ) -> Tensor | LogProb | tuple[Tensor, LogProb]:
+        """Logits (..., V) of hidden (..., H); with `targets` (...,) a flat `LogProb` of them, no logits.
+
+        With `loss` the pair (−Σ log p / num_items, `LogProb` without a graph), at three quarters of the cost.
+        num_items None: the number of targets.
+        """
         if targets is None:
             return head_logits(hidden, self.weight, divisor=self.divisor, softcap=self.softcap)
-        return linear_log_prob(
-            hidden.reshape(-1, hidden.shape[-1]),
-            self.weight,
-            targets.reshape(-1),
-            divisor=self.divisor,
-            softcap=self.softcap,
-            temperature=temperature,
-            ignore_index=ignore_index,
-            entropy=entropy,
-        )
+        rows = (hidden.reshape(-1, hidden.shape[-1]), self.weight, targets.reshape(-1))
+        options: dict[str, Any] = {
+            "divisor": self.divisor,
+            "softcap": self.softcap,
+            "temperature": temperature,
+            "ignore_index": ignore_index,
+            "entropy": entropy,
+        }
+        if loss:
+            return linear_cross_entropy(*rows, **options, num_items=num_items, return_log_prob=True)
+        return linear_log_prob(*rows, **options)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

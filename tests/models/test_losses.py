@@ -69,6 +69,24 @@ def test_log_probs_stand_at_the_position_that_predicts(temperature: float) -> No
     torch.testing.assert_close(out.loss, -out.log_probs.sum() / (out.log_probs != 0).sum(), **EXACT)
 
 
+def test_log_probs_have_a_graph_where_shift_labels_come_alone() -> None:
+    """Losses of one's own (RL, DPO) differentiate them; where the model makes the loss, gradients flow through it."""
+    model, (ids, labels) = tiny("qwen3"), labelled()
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    for arguments in ({"labels": labels}, {"shift_labels": targets, "num_items_in_batch": 7}):
+        out = model(ids, **arguments)
+        assert out.loss.requires_grad
+        assert not out.log_probs.requires_grad
+    out = model(ids, shift_labels=targets)
+    weights = torch.arange(26.0, dtype=torch.float64).view(2, 13)
+    (weights * out.log_probs).sum().backward()
+    gradient = model.model.norm.weight.grad.clone()
+    model.zero_grad()
+    log_p = model(ids).logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    (weights * log_p * (targets != -100)).sum().backward()
+    torch.testing.assert_close(gradient, model.model.norm.weight.grad, rtol=1e-9, atol=1e-12)
+
+
 def test_with_labels_logits_come_only_when_asked_for() -> None:
     """The log-prob core never builds them."""
     model, (ids, labels) = tiny("qwen3"), labelled()

@@ -73,6 +73,11 @@ def _mean_over_all(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _core(wrap: Callable[[Any], Any]) -> Plant:
+    """Both ways into the log-prob core: the scalar loss, and log-probabilities per token."""
+    return together(patch(f"{_HEAD}:linear_cross_entropy", wrap), patch(f"{_HEAD}:linear_log_prob", wrap))
+
+
 def _uncapped(core: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **options: core(*args, **{**options, "softcap": None})
 
@@ -229,7 +234,7 @@ BUGS = (
         cause="the loss is computed from logits without the soft cap",
         level="V4",
         applies=lambda config: config.final_logit_softcap is not None,
-        ours=patch(f"{_HEAD}:linear_log_prob", _uncapped),
+        ours=_core(_uncapped),
         reference=replay.configured(without_cap),
         config_fields=("final_logit_softcapping",),
     ),
@@ -244,7 +249,7 @@ BUGS = (
         id="T47b_head_gradient_lost",
         cause="half of the head's gradient is lost in the chunked loss",
         level="V4",
-        ours=patch(f"{_HEAD}:linear_log_prob", _frozen_head),
+        ours=_core(_frozen_head),
         reference=replay.forwards(replay.head, _half_weight_there),
     ),
     PlantedBug(
