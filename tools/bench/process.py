@@ -23,20 +23,31 @@ class WorkerFailed(BestiaryError):
     """A measuring process that did not end well; holds the end of its error output."""
 
 
-def run_worker(module: str, job: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+def run_worker(
+    module: str,
+    job: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> dict[str, Any]:
     """Runs `python -m module --worker JOB` and returns the JSON object on the last line of its output.
 
     Args:
         module: its `main` understands `--worker`.
         job: plain JSON values.
         environment: added to this process's.
+        timeout: seconds after which it is killed.
     Raises:
-        WorkerFailed: it ended with an error or a signal, or printed nothing.
+        WorkerFailed: it ended with an error or a signal, printed nothing, or took too long.
     """
     command = [sys.executable, "-m", module, "--worker", json.dumps(job)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, **(environment or {})}
-    )
+    merged = {**os.environ, **(environment or {})}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=merged, timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        raise WorkerFailed(
+            f"the process of {job.get('arm')!r} in {module} ran for more than {timeout:.0f} s.",
+            remedy="give it more time",
+        ) from error
     if done.returncode != 0 or not done.stdout.strip():
         raise WorkerFailed(
             f"the process of {job.get('arm')!r} in {module} ended with {done.returncode}.\n{done.stderr[-2000:]}",
