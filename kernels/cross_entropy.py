@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from bestiary.kernels.errors import InvalidArgument
-from bestiary.kernels.log_prob import checked, implementation, local_setting, per_token
+from bestiary.kernels.log_prob import checked, implementation, local_setting, per_token, uncompiled
 from bestiary.kernels.log_prob_terms import LogitMap, LogProb, ScalarLoss, Wanted
 from bestiary.kernels.precision import at_least_fp32
 
@@ -58,6 +58,7 @@ def linear_cross_entropy(
     num_items: Tensor | float | None = ...,
     return_log_prob: Literal[True],
 ) -> tuple[Tensor, LogProb]: ...
+@uncompiled
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

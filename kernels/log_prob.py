@@ -19,6 +19,11 @@ __all__ = ["LogProb", "linear_log_prob"]
 _IMPLEMENTATIONS: dict[str, ModuleType] = {"chunked": log_prob_chunked, "reference": log_prob_reference}
 
 
+# One graph break, and no more: how many tokens count depends on data, and after the head a step has nothing to fuse.
+uncompiled = torch.compiler.disable(reason="dropped tokens and chunks of the log-prob core depend on data")
+
+
+@uncompiled
 def linear_log_prob(
     hidden: Tensor,
     weight: Tensor,
