@@ -1,22 +1,25 @@
 """Gated activations of MLPs and experts."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from bestiary.kernels import lean
 from bestiary.kernels.dispatch import choose
 from bestiary.kernels.triton_runtime import obstacle
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """act(gate) · up, with `activation` one of silu, gelu, gelu_pytorch_tanh (arXiv:2002.05202). Any equal shapes."""
-    if choose("activation", {"triton": obstacle(gate, up), "torch": None}) == "triton":
+    obstacles = {"triton": obstacle(gate, up), "lean": lean.obstacle(gate, up), "torch": None}
+    implementation = choose("activation", obstacles)
+    if implementation == "triton":
         from bestiary.kernels.triton_activation import gated as fused  # needs the optional triton
 
         return fused(gate, up, activation)
-    if activation == "silu":
-        return F.silu(gate) * up
-    return F.gelu(gate, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none") * up
+    if implementation == "lean":
+        result: Tensor = lean.LeanGated.apply(gate, up, activation)
+        return result
+    return lean.activate(gate, activation) * up
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from bestiary.kernels import lean
 from bestiary.kernels.dispatch import choose
 from bestiary.kernels.precision import at_least_fp32
 from bestiary.kernels.triton_runtime import norm_obstacle
@@ -21,10 +22,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, s
     Returns:
         (..., d) in x's dtype.
     """
-    if choose("norm", {"triton": norm_obstacle(x, weight), "torch": None}) == "triton":
+    obstacles = {"triton": norm_obstacle(x, weight), "lean": lean.obstacle(x, weight), "torch": None}
+    implementation = choose("norm", obstacles)
+    if implementation == "triton":
         from bestiary.kernels.triton_norm import rms_norm as fused  # needs the optional triton
 
         return fused(x, weight, eps, plus_one=plus_one, scale_then_cast=scale_then_cast)
+    if implementation == "lean":
+        result: Tensor = lean.LeanRMSNorm.apply(x, weight, eps, plus_one, scale_then_cast)
+        return result
     wide = x.to(at_least_fp32(x.dtype))
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     scale = 1.0 + weight.to(wide.dtype) if plus_one else weight
