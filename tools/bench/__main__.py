@@ -101,7 +101,7 @@ def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
                 lines.append(f"| {bench} | {goal['name']} | – | {goal['limit']:g} | | not measured: {goal['why']} |")
         if not any("goals" in case for case in cases_of(result)):
             lines.append(f"| {bench} | – | – | – | | did not run: exit {result['exit_code']} |")
-    versions = next((result["versions"] for result in results.values() if "versions" in result), {})
+    versions: Mapping[str, str] = next((result["versions"] for result in results.values() if "versions" in result), {})
     return "\n".join(lines) + "\n\n" + ", ".join(f"{name} {number}" for name, number in versions.items()) + "\n"
 
 

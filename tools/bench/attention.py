@@ -100,7 +100,7 @@ def _transformers(documents: Any, shape: Mapping[str, int]) -> Any:
     distance = position[:, None] - position[None, :]
     visible = (distance >= 0) & (distance < shape["window"])
     mask = (visible & (documents[0][:, None] == documents[0][None, :]))[None, None]
-    module = torch.nn.Module()
+    module: Any = torch.nn.Module()
     module.num_key_value_groups = shape["heads"] // shape["kv"]
 
     def run(q: Any, k: Any, v: Any) -> Any:

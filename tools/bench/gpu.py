@@ -140,9 +140,9 @@ def misses(rows: Sequence[Row], *, timed: bool) -> list[str]:
                 found.append(f"{name}: {figure} was not measured (limit {limit:g}): {row.get('cannot')}")
             elif row[figure] > limit:
                 found.append(f"{name}: {figure} {row[figure]:.1f} > {limit:g}, by {row[figure] / limit - 1:.1%}")
-        limit = next((limit for dtype, limit in ERRORS.items() if row["case"].endswith(dtype)), None)
-        if limit is not None and row.get("error", 0.0) > limit:
-            found.append(f"{name}: error {row['error']:.1e} > {limit:g}")
+        allowed = next((limit for dtype, limit in ERRORS.items() if row["case"].endswith(dtype)), None)
+        if allowed is not None and row.get("error", 0.0) > allowed:
+            found.append(f"{name}: error {row['error']:.1e} > {allowed:g}")
     losses = {row["arm"]: row["loss"] for row in rows if "loss" in row}
     if losses and max(losses.values()) - min(losses.values()) > LOSS_APART * max(losses.values()):
         found.append(f"step: the losses differ: {losses}")

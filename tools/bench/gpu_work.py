@@ -111,13 +111,13 @@ def peak(place: Place) -> list[Row]:
     """The rate of a square product and of a copy: what floors are measured against."""
     size = 256 if place.dry else 8192
     a, b = (place.draw(size, size, seed=seed).detach() for seed in (0, 1))
-    row = {"section": "peak", "case": f"{size}³ product in {place.dtype}", "arm": "torch"} | place.measure(
+    row: Row = {"section": "peak", "case": f"{size}³ product in {place.dtype}", "arm": "torch"} | place.measure(
         lambda: a @ b
     )
     row["tflops"] = 2 * size**3 / row["ms"] / 1e9
     source = torch.empty((1 << 20) if place.dry else (1 << 30), dtype=torch.uint8, device=place.device)
     target = torch.empty_like(source)
-    copy = {"section": "peak", "case": f"copy of {len(source) >> 20} MiB", "arm": "torch"}
+    copy: Row = {"section": "peak", "case": f"copy of {len(source) >> 20} MiB", "arm": "torch"}
     copy |= place.measure(lambda: target.copy_(source))
     copy["tb_per_s"] = 2 * len(source) / copy["ms"] / 1e9
     return [row, copy]
@@ -151,10 +151,10 @@ def _core_error(place: Place, dtype: torch.dtype, arm: str) -> Row:
 def _attention_error(place: Place, dtype: torch.dtype, arm: str) -> Row:
     """The largest relative error of output, dQ, dK and dV."""
     q, k, v, mask = _packed(place, 64 if place.dry else 1024, 4, 2, 16 if place.dry else 64, dtype)
-    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    wide_q, wide_k, wide_v = wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
     direction = torch.ones_like(q)
     with force(attention="eager"):
-        exact = _backward(lambda: attention(*wide, mask, scale=0.1), wide, direction.double())
+        exact = _backward(lambda: attention(wide_q, wide_k, wide_v, mask, scale=0.1), wide, direction.double())
     with force(attention=arm):
         found = _backward(lambda: attention(q, k, v, mask, scale=0.1), (q, k, v), direction)
     return {"error": max(map(_relative, found, exact))}

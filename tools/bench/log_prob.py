@@ -97,10 +97,10 @@ def errors(loss_of: Loss, shape: tuple[int, int, int]) -> measure.Sample:
 
 
 def _outcome(loss_of: Loss, inputs: Sequence[Any], target: Any) -> list[Any]:
-    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-    loss = loss_of(*leaves, target)
+    x, weight = (tensor.clone().requires_grad_() for tensor in inputs)
+    loss = loss_of(x, weight, target)
     loss.backward()
-    return [loss.detach(), *(leaf.grad for leaf in leaves)]
+    return [loss.detach(), x.grad, weight.grad]
 
 
 # ------------------------------------------------------------------ the ways
