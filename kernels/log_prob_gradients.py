@@ -79,6 +79,34 @@ def _accumulate(out: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
         out.addmm_(a, b)
 
 
+class Shares(NamedTuple):
+    """∂loss/∂z_c = e^{z_c − peak} (share + bend (z_c − peak)) + mean · a_c, own + mean · a_y at the target; (R,).
+
+    a_c = 1 where the mean has no weights.
+    """
+
+    share: Tensor
+    own: Tensor
+    bend: Tensor | None
+    mean: Tensor | None
+
+
+def shares(setting: Setting, known: Known, upstream: Upstream) -> Shares:
+    """The gradient of a chunk's logits in terms of their exponentials; the target's keeps its digits where p → 1."""
+    inverse, p = (-known.log_sum).exp(), known.log_prob.exp()
+    share = (upstream.lse - upstream.log_prob) * inverse
+    own = upstream.lse * p - upstream.log_prob * known.log_prob.expm1()
+    bend = None
+    if upstream.entropy is not None and known.entropy is not None:
+        own = own - upstream.entropy * p * (known.log_prob.clamp(min=NOTHING) + known.entropy)
+        bend = -upstream.entropy * inverse
+        share = share + bend * (known.entropy - known.log_sum)
+    mean = upstream.mean
+    if mean is not None and setting.wanted.mean_weights is None:
+        mean = mean / setting.vocab_size
+    return Shares(share, own, bend, mean)
+
+
 class Slope:
     """∂loss/∂z of one chunk, tile by tile, in place.
 
@@ -90,18 +118,7 @@ class Slope:
     def __init__(self, setting: Setting, known: Known, upstream: Upstream, target: Tensor, spare: list[Blocks]) -> None:
         self._weights, self._outer = setting.wanted.mean_weights, setting.logit_map.outer
         self._known, self._target, self._spare = known, target, spare
-        inverse = (-known.log_sum).exp()
-        self._share = (upstream.lse - upstream.log_prob) * inverse  # of e^{z − peak}
-        own = known.log_prob.exp()
-        self._own = upstream.lse * own - upstream.log_prob * known.log_prob.expm1()
-        self._bend = None
-        if upstream.entropy is not None and known.entropy is not None:
-            self._own = self._own - upstream.entropy * own * (known.log_prob.clamp(min=NOTHING) + known.entropy)
-            self._bend = -upstream.entropy * inverse
-            self._share = self._share + self._bend * (known.entropy - known.log_sum)
-        self._mean = upstream.mean
-        if upstream.mean is not None and self._weights is None:
-            self._mean = upstream.mean / setting.vocab_size
+        self._share, self._own, self._bend, self._mean = shares(setting, known, upstream)
 
     def from_exps(self, exps: Tensor, tile: Tile, top: Tensor) -> None:
         """Of e^{z − top} (R, tile.width) that were held, without a soft cap or gradient of the entropy."""

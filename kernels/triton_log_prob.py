@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bestiary.kernels.errors import UnsupportedDispatch
 from bestiary.kernels.head import TILE
-from bestiary.kernels.log_prob_chunked import Problem
-from bestiary.kernels.log_prob_gradients import Known, Needs, Upstream
-from bestiary.kernels.log_prob_statistics import NOTHING, Parts, Rows, finished, gathered
+from bestiary.kernels.log_prob_autograd import Passes, Problem, per_token, scalar
+from bestiary.kernels.log_prob_gradients import Known, Needs, Upstream, shares
+from bestiary.kernels.log_prob_statistics import Parts, Rows, finished, gathered
 from bestiary.kernels.log_prob_terms import LogProb, ScalarLoss, Setting
 from bestiary.kernels.triton_log_prob_tiles import Coefficients, TileInput, gradient, statistics
 from bestiary.kernels.vocab_tiles import Tile
@@ -50,12 +49,12 @@ class Pass:
     """One walk over chunks and tiles: memory, products and kernels.
 
     Args:
-        rows: of the largest chunk.   needs: whether hidden, weight, bias need a gradient.
+        held: the exponentials of a whole chunk live, not those of one tile.
     """
 
-    def __init__(self, problem: Problem, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, held: bool) -> None:
-        setting = problem.setting
-        self.problem, self.hidden, self.weight, self.bias, self.setting = problem, hidden, weight, bias, setting
+    def __init__(self, problem: Problem, *, held: bool) -> None:
+        hidden, weight, setting = problem.hidden, problem.weight, problem.setting
+        self.problem, self.weight, self.setting = problem, weight, setting
         shard, vocab_size = setting.shard, len(weight)
         most = vocab_size if shard is None else -(-setting.vocab_size // shard.ranks)  # the same chunks on every rank
         self.chunks = chunks_of(problem.tokens, most, hidden.dtype, held=held)
@@ -69,9 +68,10 @@ class Pass:
             self._narrow = torch.empty(self.rows * columns, dtype=hidden.dtype, device=weight.device)
         self._held, self._padded = held, weight.new_zeros(TILE, weight.shape[1])
 
-    def inputs(self, rows: slice, target: Tensor) -> tuple[Tensor, Tensor]:
+    def inputs(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Hidden states of a chunk, and targets counted from the first column here."""
-        return self.problem.take(self.hidden, rows), self.problem.take(target, rows) - self.problem.offset
+        take = self.problem.take
+        return take(self.problem.hidden, rows), take(self.problem.target, rows) - self.problem.offset
 
     def weight_of(self, tile: Tile) -> Tensor:
         """(tile.width, H), rows beyond the real ones zero."""
@@ -84,7 +84,7 @@ class Pass:
         """Products of a chunk with one tile of the vocabulary."""
         block = self._logits[: len(x) * tile.width].view(len(x), tile.width)
         multiply(x, self.weight_of(tile).T, block, add=False)
-        return TileInput(block, tile, target, self.bias, self.setting.logit_map, self.setting.wanted)
+        return TileInput(block, tile, target, self.problem.bias, self.setting.logit_map, self.setting.wanted)
 
     def narrow(self, tile: Tile, rows: int) -> Tensor:
         """(rows, tile.width) in the dtype of the products: a tile's own if exponentials are held, else that of all."""
@@ -148,43 +148,34 @@ class Sums:
 
 
 def coefficients(setting: Setting, known: Known, upstream: Upstream) -> Coefficients:
-    """The gradient of the logits in the terms of the kernel; the target's own value keeps its digits where p → 1."""
-    inverse, own = (-known.log_sum).exp(), known.log_prob.exp()
-    share = (upstream.lse - upstream.log_prob) * inverse
-    at_target = upstream.lse * own - upstream.log_prob * known.log_prob.expm1()
-    bend = None
-    if upstream.entropy is not None and known.entropy is not None:
-        at_target = at_target - upstream.entropy * own * (known.log_prob.clamp(min=NOTHING) + known.entropy)
-        bend = -upstream.entropy * inverse
-        share = share + bend * (known.entropy - known.log_sum)
-    mean = upstream.mean
-    if mean is not None and setting.wanted.mean_weights is None:
-        mean = mean / setting.vocab_size
-    return Coefficients(known.peak, *(_dense(column) for column in (share, at_target, bend, mean)))  # type: ignore[arg-type]
+    """The gradient of the logits in the terms of the kernel, which reads adjacent numbers."""
+    share, own, bend, mean = shares(setting, known, upstream)
+    return Coefficients(
+        known.peak.contiguous(),
+        share.contiguous(),
+        own.contiguous(),
+        None if bend is None else bend.contiguous(),
+        None if mean is None else mean.contiguous(),
+    )
 
 
-def _dense(column: Tensor | None) -> Tensor | None:
-    return None if column is None else column.contiguous()
-
-
-# ------------------------------------------------------------------ passes
-
-
-def _without_gradients(walk: Pass, target: Tensor) -> list[Rows]:
+def _without_gradients(problem: Problem) -> list[Rows]:
     """Statistics of all chunks, one tile of logits in memory."""
-    return [walk.statistics(*walk.inputs(rows, target))[0] for rows in walk.chunks]
+    walk = Pass(problem, held=False)
+    return [walk.statistics(*walk.inputs(rows))[0] for rows in walk.chunks]
 
 
-def _with_gradients(walk: Pass, target: Tensor, loss: ScalarLoss, needs: Needs) -> tuple[list[Rows], Sums]:
+def _with_gradients(problem: Problem, loss: ScalarLoss, needs: Needs) -> tuple[list[Rows], Sums]:
     """Statistics of all chunks and the gradients of a scalar loss, the exponentials of one chunk in memory."""
+    walk = Pass(problem, held=True)
     sums, found = Sums(walk, needs), []
     for rows in walk.chunks:
-        x, here = walk.inputs(rows, target)
+        x, here = walk.inputs(rows)
         out, parts = walk.statistics(x, here)
-        token = walk.problem.take(loss.token, rows)
+        token = problem.take(loss.token, rows)
         pull = (loss.smoothing * loss.mean_mass + 2.0 * loss.z_loss * out.lse) * token
         upstream = Upstream(
-            walk.problem.take(loss.label, rows), pull, None, -loss.smoothing * token if loss.smoothing else None
+            problem.take(loss.label, rows), pull, None, -loss.smoothing * token if loss.smoothing else None
         )
         by = coefficients(walk.setting, Known(out.peak, out.log_sum, out.log_prob, None), upstream)
         for tile in walk.tiles:
@@ -196,15 +187,16 @@ def _with_gradients(walk: Pass, target: Tensor, loss: ScalarLoss, needs: Needs) 
     return found, sums
 
 
-def _recomputed(walk: Pass, target: Tensor, known: Known, upstream: Upstream, needs: Needs) -> Sums:
+def _recomputed(problem: Problem, known: Known, upstream: Upstream, needs: Needs) -> Sums:
     """Gradients of per-token outputs, one tile of logits in memory; `known` (n,), `upstream` (N,)."""
+    walk = Pass(problem, held=False)
     sums = Sums(walk, needs)
     for rows in walk.chunks:
-        x, here = walk.inputs(rows, target)
+        x, here = walk.inputs(rows)
         by = coefficients(
             walk.setting,
             Known._make(None if column is None else column[rows] for column in known),
-            Upstream._make(None if column is None else walk.problem.take(column, rows) for column in upstream),
+            Upstream._make(None if column is None else problem.take(column, rows) for column in upstream),
         )
         for tile in walk.tiles:
             slope = walk.narrow(tile, len(x))
@@ -213,131 +205,14 @@ def _recomputed(walk: Pass, target: Tensor, known: Known, upstream: Upstream, ne
     return sums
 
 
-# ------------------------------------------------------------------ autograd
+_PASSES = Passes("triton", _without_gradients, _with_gradients, _recomputed)
 
 
-class _PerToken(torch.autograd.Function):
-    """Outputs of `LogProb`; logits are computed again in the backward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, setting: Setting
-    ) -> tuple[Tensor | None, ...]:
-        with _no_autocast(hidden):
-            problem = Problem(hidden, weight, bias, target, setting)
-            found = _without_gradients(Pass(problem, hidden, weight, bias, held=False), target)
-        out = problem.output(found)
-        empty = out.lse.new_empty(0)
-        peak = torch.cat([empty, *(rows.peak for rows in found)])
-        log_sum = torch.cat([empty, *(rows.log_sum for rows in found)])
-        log_p = torch.cat([empty, *(rows.log_prob for rows in found)])
-        entropy = torch.cat([empty, *(rows.entropy for rows in found if rows.entropy is not None)])
-        ctx.save_for_backward(hidden, weight, bias, target, peak, log_sum, log_p, entropy)
-        ctx.setting = setting
-        ctx.set_materialize_grads(False)
-        if out.top1 is not None:
-            ctx.mark_non_differentiable(out.top1)
-        return tuple(out)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        _refuse_second_order()
-        hidden, weight, bias, target, peak, log_sum, log_p, entropy = ctx.saved_tensors
-        of_log_prob, of_lse, of_entropy, _, of_mean = upstream
-        zeros = torch.zeros(target.shape, dtype=ctx.setting.dtype, device=target.device)
-        pull = Upstream(
-            zeros if of_log_prob is None else of_log_prob, zeros if of_lse is None else of_lse, of_entropy, of_mean
-        )
-        with _no_autocast(hidden):
-            problem = Problem(hidden, weight, bias, target, ctx.setting)
-            walk = Pass(problem, hidden, weight, bias, held=False)
-            of = Known(peak, log_sum, log_p, entropy if of_entropy is not None else None)
-            sums = _recomputed(walk, target, of, pull, ctx.needs_input_grad[:3])
-        return *_delivered(problem, sums, hidden, weight, bias), None, None
-
-
-class _Scalar(torch.autograd.Function):
-    """A scalar loss whose gradients are there when the forward pass ends; another backward call computes them again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        loss: ScalarLoss,
-        setting: Setting,
-        differentiate: bool,
-    ) -> tuple[Tensor | None, ...]:
-        wanted = differentiate and any(ctx.needs_input_grad)
-        with _no_autocast(hidden):
-            problem = Problem(hidden, weight, bias, target, setting)
-            walk = Pass(problem, hidden, weight, bias, held=wanted)
-            if wanted:
-                found, ctx.sums = _with_gradients(walk, target, loss, ctx.needs_input_grad[:3])
-            else:
-                found, ctx.sums = _without_gradients(walk, target), None
-        out = problem.output(found)
-        ctx.save_for_backward(hidden, weight, bias, target)
-        ctx.loss, ctx.setting = loss, setting
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(column for column in out if column is not None))
-        return loss.terms(out).sum(), *out
-
-    @staticmethod
-    def backward(ctx: Any, scale: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        _refuse_second_order()
-        hidden, weight, bias, target = ctx.saved_tensors
-        if scale is None:
-            return (None,) * 7
-        sums, ctx.sums = ctx.sums, None
-        with _no_autocast(hidden):
-            problem = Problem(hidden, weight, bias, target, ctx.setting)
-            if sums is None:
-                walk = Pass(problem, hidden, weight, bias, held=True)
-                sums = _with_gradients(walk, target, ctx.loss, ctx.needs_input_grad[:3])[1]
-        for gradient_ in (sums.hidden, sums.weight, sums.bias):
-            if gradient_ is not None:
-                gradient_.mul_(scale)
-        return *_delivered(problem, sums, hidden, weight, bias), None, None, None, None
-
-
-def _delivered(
-    problem: Problem, sums: Sums, hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients in the dtypes and at the places of the inputs, that of `hidden` summed over the ranks."""
-    of_hidden, shard = sums.hidden, problem.setting.shard
-    if of_hidden is not None:
-        if shard is not None:
-            shard.sum_(of_hidden)
-        of_hidden = problem.spread(of_hidden.to(hidden.dtype))
-    of_weight = None if sums.weight is None else sums.weight.to(weight.dtype)
-    return of_hidden, of_weight, None if sums.bias is None or bias is None else sums.bias.to(bias.dtype)
-
-
-def _no_autocast(hidden: Tensor) -> torch.autocast:
-    return torch.autocast(hidden.device.type, enabled=False)
-
-
-def _refuse_second_order() -> None:
-    if torch.is_grad_enabled():
-        raise UnsupportedDispatch(
-            "log_prob = 'triton' has no second-order gradients (create_graph=True).",
-            remedy="compute the loss inside `with bestiary.kernels.dispatch.force(log_prob='reference')`",
-        )
-
-
-# ------------------------------------------------------------------ entry
-
-
-@torch.compiler.disable(reason="chunks and dropped tokens depend on data; the head is the last node of a step")
 def log_prob(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, setting: Setting) -> LogProb:
     """Per-token log-probabilities, differentiable once; arguments as checked by `linear_log_prob`."""
-    return LogProb(*_PerToken.apply(hidden, weight, bias, target, setting))
+    return per_token(hidden, weight, bias, target, setting, _PASSES)
 
 
-@torch.compiler.disable(reason="chunks and dropped tokens depend on data; the head is the last node of a step")
 def scalar_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss: ScalarLoss, setting: Setting
 ) -> tuple[Tensor, LogProb]:
@@ -348,5 +223,4 @@ def scalar_loss(
     if setting.logit_map.softcap is not None:
         out = log_prob(hidden, weight, bias, target, setting)
         return loss.terms(out).sum(), out.detached()
-    value, *out = _Scalar.apply(hidden, weight, bias, target, loss, setting, torch.is_grad_enabled())
-    return value, LogProb(*out)
+    return scalar(hidden, weight, bias, target, loss, setting, _PASSES)
