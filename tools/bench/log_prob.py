@@ -45,7 +45,9 @@ def cases(quick: bool, full: bool, folder: Path) -> list[compare.Case]:
             arms["torch auto"] = compare.Arm(job={"way": "torch auto", "shape": used}, once=not full)
             arms[TRL] = compare.Arm(job={"way": "trl", "shape": used}, needs=("trl",))
         rows, hidden, vocab = used
-        found.append(compare.Case(name=name, arms=arms, flops=6.0 * rows * hidden * vocab, tokens=rows))
+        note = "torch auto ran in the first round alone (--full: in all)" if "torch auto" in arms and not full else ""
+        flops = 6.0 * rows * hidden * vocab
+        found.append(compare.Case(name=name, arms=arms, flops=flops, tokens=rows, note=note))
     return found
 
 
