@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from bestiary.bridges.errors import CorruptCheckpoint
+from bestiary.kernels.dispatch import choose
+from bestiary.kernels.triton_runtime import obstacle
 
 BLOCK = 32
 BLOCK_BYTES = BLOCK // 2
@@ -53,6 +55,11 @@ def dequantize(blocks: Tensor, scales: Tensor, *, name: str = "tensor") -> Tenso
         raise CorruptCheckpoint(
             f"{name}: an MXFP4 scale is 255, which stands for NaN.", remedy="fetch the checkpoint again"
         )
+    wanted = blocks.new_empty(0, dtype=torch.bfloat16)
+    if choose("mxfp4", {"triton": obstacle(wanted), "torch": None}) == "triton":
+        from bestiary.kernels.triton_mxfp4 import dequantize as expand  # needs the optional triton
+
+        return expand(blocks, scales)
     nibbles = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.bfloat16, device=blocks.device)
     # One 32-bit word per byte holds both its values, so a block is 16 look-ups.
     words = torch.stack((nibbles.repeat(16), nibbles.repeat_interleave(16)), -1).view(torch.int32).flatten()
