@@ -1,7 +1,7 @@
 """Everything that needs a GPU, in one command of under eight minutes on one H100 or H200: it builds, checks and times.
 
     peak        rates of a product and of a copy on this device
-    check       the log-prob core and attention against float64
+    check       the log-prob core, attention, norms, RoPE and activations against float64
     log_prob    8192 x 2560 x 151936 and 8192 x 2880 x 201088 against torch, Liger and TRL, where installed
     step        Qwen3 4B's shape with four layers, against transformers
     attention   FlexAttention against SDPA with a dense mask, at four lengths

@@ -29,6 +29,7 @@ from bestiary.models import Decoder, Qwen3
 from bestiary.models.decoder import seed_of
 from bestiary.tools.bench import process
 from bestiary.tools.bench.attention import document_lengths
+from bestiary.tools.bench.gpu_blocks import BLOCKS, block_error
 
 Row = dict[str, Any]
 DENSE_BF16 = 989e12  # FLOP/s of an H100 or H200, dense
@@ -124,7 +125,7 @@ def peak(place: Place) -> list[Row]:
 
 
 def check(place: Place) -> list[Row]:
-    """Ours against float64 on this device: the core and attention, in the work's dtype and in fp32."""
+    """Ours against float64 on this device: the core, attention and blocks, in the work's dtype and in fp32."""
     rows = []
     for dtype in dict.fromkeys((torch.float32, place.dtype)):
         for arm in ("triton", "chunked", "reference"):
@@ -133,6 +134,10 @@ def check(place: Place) -> list[Row]:
         for arm in ("flex", "sdpa"):
             row = {"section": "check", "case": f"attention, {dtype}", "arm": arm}
             rows.append(_try(row, partial(_attention_error, place, dtype, arm)))
+        for case in BLOCKS:
+            for arm in ("triton", "torch"):
+                row = {"section": "check", "case": f"{case}, {dtype}", "arm": arm}
+                rows.append(_try(row, partial(block_error, place, dtype, case, arm)))
     return rows
 
 
