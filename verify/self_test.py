@@ -298,6 +298,11 @@ def judge(families: Sequence[FamilyResult], *, seed: int, seconds: float) -> Sel
     )
 
 
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def self_test(
     families: Sequence[str],
     *,
@@ -321,7 +326,7 @@ def self_test(
     bugs = catalogue_with(catalogues)
     for family in families:
         get_bridge(family)
-    count = min(len(families), os.cpu_count() or 1) if workers is None else workers
+    count = min(len(families), _cores()) if workers is None else workers
     results: list[FamilyResult] = []
     if count <= 1:
         results = [examine(family, bugs, seed=seed, progress=progress) for family in families]
