@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from bestiary.kernels.attention_documents import document_attention, ranges_of
+from bestiary.kernels.attention_documents import BLOCK, document_attention, ranges_of
 from bestiary.kernels.attention_flex import BUCKET, block_mask, flex, flex_obstacle
 from bestiary.kernels.dispatch import choose
 from bestiary.kernels.errors import UnsupportedDispatch
@@ -172,8 +172,10 @@ def _obstacles(
 def _fastest_first(q: Tensor, mask: MaskSpec) -> tuple[str, ...]:
     queries = q.shape[2]
     if q.device.type == "cpu":
-        # A single query needs no blocks; from two on they beat torch's causal call, and any dense mask.
-        return ("sdpa", "documents", "eager", "flex") if queries == 1 else ("documents", "sdpa", "eager", "flex")
+        # Blocks beat torch's causal call and any dense mask, except where there is one block and calls are what costs.
+        # Training never asks for the length: compiled blocks would be compiled once for short and once for long inputs.
+        short = queries == 1 or (queries <= BLOCK and not torch.is_grad_enabled())
+        return ("sdpa", "documents", "eager", "flex") if short else ("documents", "sdpa", "eager", "flex")
     if queries < BUCKET:
         return ("sdpa", "eager", "flex", "documents")
     return ("sdpa", "flex", "eager", "documents") if mask.is_causal_square else ("flex", "sdpa", "eager", "documents")

@@ -281,7 +281,7 @@ def test_flex_trains_on_cuda_only() -> None:
     ],
 )
 def test_the_log_tells_what_ran(spec: MaskSpec, options: dict[str, Tensor], expected: str) -> None:
-    """On the CPU blocks wherever they can run, one query in torch's kernel, caps explicitly."""
+    """On the CPU training runs in blocks wherever they can run, one query in torch's kernel, caps explicitly."""
     with record() as log:
         attention(*tensors(spec), spec, scale=SCALE, **options)  # type: ignore[arg-type]
         with record() as inner:
@@ -290,3 +290,12 @@ def test_the_log_tells_what_ran(spec: MaskSpec, options: dict[str, Tensor], expe
     assert inner == [("attention", "eager")]
     attention(*tensors(spec), spec, scale=SCALE)
     assert len(log) == 2
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(64, "sdpa"), (65, "documents")])
+def test_a_short_prompt_is_not_cut_into_blocks(tokens: int, expected: str) -> None:
+    """Without gradients, where the mask is small and calls are what costs."""
+    spec = MaskSpec(tokens, tokens, key_valid=torch.arange(tokens)[None] >= torch.tensor([[0], [4]]))
+    with torch.no_grad(), record() as log:
+        attention(*tensors(spec), spec, scale=SCALE)
+    assert log == [("attention", expected)]
