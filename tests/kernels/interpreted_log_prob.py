@@ -283,3 +283,55 @@ def test_chunks_on_the_compute_roof(tokens: int, vocab: int, size: int, monkeypa
     assert chunks[-1].stop == tokens
     logits = size * min(triton_log_prob.COLUMNS, vocab) * 4
     assert size * vocab * 2 + logits <= 500e6
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_products_of_bfloat16_ask_for_sums_in_fp32(add: bool) -> None:
+    """The operator that CUDA has and the CPU has not accepts the arguments (on meta tensors), sum and out being one."""
+    a, b = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((6, 4), (4, 8)))
+    out = torch.empty(6, 8, device="meta")
+    triton_log_prob.multiply(a, b, out, add=add)
+    assert out.dtype == torch.float32
+
+
+def _wide_products(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
+    """What cuBLAS computes: exact products of narrow numbers, summed in the dtype of `out`."""
+    product = a.to(out.dtype) @ b.to(out.dtype)
+    out.copy_(out + product if add else product)
+
+
+def _bfloat16_errors(scalar: bool) -> list[float]:
+    """Of dX and dW against float64, as multiples of what rounding these to bfloat16 costs; log p is checked too."""
+    inputs, results = Inputs(40, 389), []
+    inputs.hidden, inputs.weight = inputs.hidden.bfloat16(), inputs.weight.bfloat16()
+    share = (inputs.target != IGNORED) / 40.0
+    for module, dtype in ((triton_log_prob, torch.bfloat16), (log_prob_reference, torch.float64)):
+        leaves, wide = inputs.leaves(dtype), torch.promote_types(dtype, torch.float32)
+        if scalar:
+            loss = ScalarLoss(-share.to(wide), share.to(wide))
+            value, out = module.scalar_loss(*leaves, None, inputs.target, loss, setting(389, wide))
+        else:
+            out = module.log_prob(*leaves, None, inputs.target, setting(389, wide))
+            value = (-share.to(wide) * out.log_prob).sum()
+        results.append((out.log_prob, torch.autograd.grad(value, leaves)))
+    (ours, mine), (exact, theirs) = results
+    assert_near(ours, exact)
+    return [
+        float((a.double() - b).norm() / (b.bfloat16().double() - b).norm()) for a, b in zip(mine, theirs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+def test_bfloat16_does_not_depend_on_the_number_of_chunks(scalar: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits and sums in fp32: log p is exact to fp32; gradients cost a few roundings in one chunk or in eight.
+
+    The interpreter gets products of bfloat16 wrong, so these are the CPU's here, and it cuts digits off where a GPU
+    rounds to nearest: twice the error, hence 6 roundings and not 3.
+    """
+    monkeypatch.setattr(triton_log_prob, "multiply", _wide_products)
+    many = _bfloat16_errors(scalar)
+    for name, size in (("ROWS", 64), ("HELD_ROWS", (64, 64)), ("COLUMNS", 384)):
+        monkeypatch.setattr(triton_log_prob, name, size)
+    for in_many, in_one in zip(many, _bfloat16_errors(scalar), strict=True):
+        assert in_many <= 1.05 * in_one
+        assert in_one <= 6.0
