@@ -81,8 +81,10 @@ def compile_one(compilation: "Compilation", target: int, cache: Path) -> Record:
     if record_file.exists():
         return Record(**json.loads(record_file.read_text(encoding="utf-8")))
     start = time.perf_counter()
-    triton.knobs.cache.dir = str(cache / "triton")
-    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": compilation.warps})
+    options = {"num_warps": compilation.warps}
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(cache / "triton")
+        compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
     registers, spills = resource_usage(compiled.asm["cubin"], triton.knobs.nvidia.cuobjdump.path)
     record = Record(
         name=compilation.name,

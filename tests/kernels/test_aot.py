@@ -165,8 +165,9 @@ def test_row_offsets_are_64_bit(one: Compilation, tmp_path: Path) -> None:
     strides = {name for name in one.types if name.endswith("_stride")} | {"x_batch", "x_head", "x_token"} & set(
         one.types
     )
-    triton.knobs.cache.dir = str(tmp_path)
-    code = triton.compile(source_of(one), target=GPUTarget("cuda", 90, 32)).asm["ttir"]
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        code = triton.compile(source_of(one), target=GPUTarget("cuda", 90, 32)).asm["ttir"]
     widened = {name for name in strides if re.search(rf"arith.extsi %{name} : i32 to i64", code)}
     assert widened == strides - ({"held_stride"} if one.constants.get("HOLD") is False else set())
     assert "tt.addptr" in code
