@@ -121,7 +121,7 @@ class _PerToken(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        _refuse_second_order(ctx.passes)
+        refuse_second_order("log_prob", ctx.passes.name)
         hidden, weight, bias, target, peak, log_sum, log_prob, entropy = ctx.saved_tensors
         of_log_prob, of_lse, of_entropy, _, of_mean = upstream
         with _full_precision(hidden):
@@ -176,7 +176,7 @@ class _Scalar(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        _refuse_second_order(ctx.passes)
+        refuse_second_order("log_prob", ctx.passes.name)
         hidden, weight, bias, target = ctx.saved_tensors
         if scale is None:
             return (None,) * 8
@@ -208,11 +208,12 @@ def _full_precision(hidden: Tensor) -> torch.autocast:
     return torch.autocast(hidden.device.type, enabled=False)
 
 
-def _refuse_second_order(passes: Passes) -> None:
+def refuse_second_order(operation: str, implementation: str) -> None:
+    """For backward passes written by hand: `create_graph=True` is an error that names what can do it."""
     if torch.is_grad_enabled():
         raise UnsupportedDispatch(
-            f"log_prob = {passes.name!r} has no second-order gradients (create_graph=True).",
-            remedy="compute the loss inside `with bestiary.kernels.dispatch.force(log_prob='reference')`",
+            f"{operation} = {implementation!r} has no second-order gradients (create_graph=True).",
+            remedy=f"compute the loss inside `with bestiary.kernels.dispatch.force({operation}='reference')`",
         )
 
 

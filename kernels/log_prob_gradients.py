@@ -107,6 +107,11 @@ def shares(setting: Setting, known: Known, upstream: Upstream) -> Shares:
     return Shares(share, own, bend, mean)
 
 
+def bend(logits: Tensor, outer: float, out: Tensor) -> Tensor:
+    """Derivative of capped logits outer · tanh(u) by u, outer · (1 − tanh²), into `out`."""
+    return torch.div(logits, outer, out=out).square_().neg_().add_(1.0).mul_(outer)
+
+
 class Slope:
     """∂loss/∂z of one chunk, tile by tile, in place.
 
@@ -135,9 +140,8 @@ class Slope:
         if chosen is not None:
             values.scatter_(1, at, chosen[:, None].where(here, values.gather(1, at)))
         bent = None
-        if self._outer is not None:  # 1 − tanh²
-            bent = torch.div(values, self._outer, out=self._spare[0].block(tile, rows)[:, : tile.real])
-            bent.square_().neg_().add_(1.0).mul_(self._outer)
+        if self._outer is not None:
+            bent = bend(values, self._outer, self._spare[0].block(tile, rows)[:, : tile.real])
         values.sub_(self._known.peak[:, None])
         if self._bend is None:
             values.exp_().mul_(self._share[:, None])
