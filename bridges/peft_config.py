@@ -18,7 +18,6 @@ LAYOUT_VERSION = "0.19.1"  # the oldest peft that reads what we write; before 0.
 _REMEDY = "merge the adapter with PEFT (merge_and_unload, save_pretrained) and load the full checkpoint"
 _ANY = None
 _OFF: tuple[Any, ...] = (None, False, (), [], {})
-_WHICH = "the tensors themselves say which modules carry an adapter"
 _START = "start values; the stored ones replace them"
 _VARIANTS = (
     "use_dora",
@@ -49,7 +48,6 @@ _FIELDS: Mapping[str, tuple[tuple[Any, ...] | None, str]] = {
     "loftq_config": (_OFF, "it quantises the base"),
     **dict.fromkeys(("auto_mapping", "inference_mode", "revision", "runtime_config"), (_ANY, "of no forward pass")),
     **dict.fromkeys(("megatron_core", "qalora_group_size"), (_ANY, "a detail of something that is off")),
-    **dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"), (_ANY, _WHICH)),
     **dict.fromkeys(("eva_config", "corda_config", "lora_ga_config"), (_ANY, _START)),
     **dict.fromkeys(_VARIANTS, (_OFF, "a variant whose forward pass or weights are not plain LoRA")),
 }
@@ -62,8 +60,10 @@ class PeftConfig:
     Attributes:
         rank_pattern, alpha_pattern: regular expression over Hugging Face's names to the value that holds there.
         target_parameters: endings of the names of parameters (not modules) that carry an adapter.
-        target_modules: what modules carry one: endings of names, or one regular expression; None where other fields
-            narrow it down, or it is a shorthand.
+        target_modules: what modules carry one: endings of names, or one regular expression; None for a shorthand.
+        exclude_modules: what modules carry none, written in the same two ways.
+        layers: indices that `target_modules` is restricted to; None for all.
+        layers_pattern: regular expressions of the name before the index; () for any.
         base: name or path of the model it was trained on, or None.
         version: of the peft that wrote it, (major, minor); () where it is not stated, as before 0.18.
         source: the file.
@@ -77,6 +77,9 @@ class PeftConfig:
     alpha_pattern: Mapping[str, float]
     target_parameters: tuple[str, ...]
     target_modules: tuple[str, ...] | str | None
+    exclude_modules: tuple[str, ...] | str
+    layers: tuple[int, ...] | None
+    layers_pattern: tuple[str, ...]
     version: tuple[int, ...]
     base: str | None
     source: str
@@ -95,9 +98,24 @@ class PeftConfig:
 
     def targets_module(self, name: str) -> bool:
         """Whether the module `name` is among `target_modules`; False where only PEFT could tell."""
-        if isinstance(self.target_modules, str):
-            return re.fullmatch(self.target_modules, name) is not None
-        return self.target_modules is not None and _ends_in(name, self.target_modules)
+        if self.barrier(name) is not None:
+            return False
+        return self.target_modules is not None and _names(self.target_modules, name)
+
+    def barrier(self, name: str) -> str | None:
+        """The field, with its value, that keeps an adapter off the module `name`; None where nothing does."""
+        if self.exclude_modules and _names(self.exclude_modules, name):
+            return f"exclude_modules = {self.exclude_modules!r}"
+        if self.layers is not None and self._layer(name) not in self.layers:
+            pattern = f" with layers_pattern = {list(self.layers_pattern)!r}" if self.layers_pattern else ""
+            return f"layers_to_transform = {list(self.layers)!r}{pattern}"
+        return None
+
+    def _layer(self, name: str) -> int | None:
+        """The index of the layer that `name` lies in, as PEFT finds it: the first number, or the one after a pattern."""
+        patterns = [rf"(?:^|.*?\.){pattern}" for pattern in self.layers_pattern] or [r".*?\.[^.]*"]
+        found = (re.match(rf"{pattern}\.(?P<index>\d+)\.", name) for pattern in patterns)
+        return next((int(match["index"]) for match in found if match is not None), None)
 
 
 def parse_peft_config(json: Mapping[str, Any], *, source: str) -> PeftConfig:
@@ -120,6 +138,9 @@ def parse_peft_config(json: Mapping[str, Any], *, source: str) -> PeftConfig:
         alpha_pattern=reader.patterns("alpha_pattern", float),
         target_parameters=tuple(reader.take("target_parameters", list, [])),
         target_modules=reader.target_modules(),
+        exclude_modules=reader.module_names("exclude_modules"),
+        layers=reader.layers(),
+        layers_pattern=reader.layers_pattern(),
         version=reader.version(),
         base=reader.take("base_model_name_or_path", str, "") or None,
         source=source,
@@ -193,6 +214,10 @@ def _ends_in(name: str, endings: Iterable[str]) -> bool:
     return any(name == ending or name.endswith(f".{ending}") for ending in endings)
 
 
+def _names(modules: tuple[str, ...] | str, name: str) -> bool:
+    return re.fullmatch(modules, name) is not None if isinstance(modules, str) else _ends_in(name, modules)
+
+
 def _matches(pattern: str, name: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", name) is not None
 
@@ -219,15 +244,43 @@ class _Reader:
         return value
 
     def target_modules(self) -> tuple[str, ...] | str | None:
-        value = self.json.get("target_modules")
-        self.taken.add("target_modules")
-        narrowed = any(self.json.get(name) for name in ("exclude_modules", "layers_to_transform", "layers_pattern"))
-        if value is None or narrowed or value == "all-linear":
+        if self.json.get("target_modules") in (None, "all-linear"):
+            self.taken.add("target_modules")
             return None
-        if isinstance(value, str):
-            self._compiled("target_modules", value)
-            return value
-        return tuple(self.take("target_modules", list, []))
+        return self.module_names("target_modules")
+
+    def module_names(self, name: str) -> tuple[str, ...] | str:
+        """Endings of names, or one regular expression; () for null."""
+        if isinstance(self.json.get(name), str):
+            found: str = self.take(name, str, "")
+            self._compiled(name, found)
+            return found
+        return self._strings(name)
+
+    def layers(self) -> tuple[int, ...] | None:
+        value = self.json.get("layers_to_transform")
+        self.taken.add("layers_to_transform")
+        indices = [value] if type(value) is int else value
+        if indices is None or indices == []:
+            return None
+        if not isinstance(indices, list) or not all(type(index) is int for index in indices):
+            raise self._corrupt("layers_to_transform", value, "layer index or list of them")
+        return tuple(indices)
+
+    def layers_pattern(self) -> tuple[str, ...]:
+        value = self.json.get("layers_pattern")
+        self.taken.add("layers_pattern")
+        one = (value,) if isinstance(value, str) and value else ()
+        patterns = one if isinstance(value, str) else self._strings("layers_pattern")
+        for pattern in patterns:
+            self._compiled("layers_pattern", pattern)
+        return patterns
+
+    def _strings(self, name: str) -> tuple[str, ...]:
+        found = self.take(name, list, [])
+        if not all(isinstance(one, str) for one in found):
+            raise self._corrupt(name, found, "list of names")
+        return tuple(found)
 
     def version(self) -> tuple[int, ...]:
         found = re.match(r"(\d+)\.(\d+)", self.take("peft_version", str, ""))

@@ -264,7 +264,10 @@ class _Reading:
         split: dict[int, list[tuple[str, str]]] = defaultdict(list)
         for module, depths in self.pairs.items():
             ours = naming.ruled(module)
-            if ours in self.owners:
+            barrier = self._barrier(module, self.owners.get(ours, []))
+            if barrier is not None:
+                self.extra += [f"{key} (outside {barrier})" for leaves in depths.values() for key in leaves.values()]
+            elif ours in self.owners:
                 parts += self._fused(module, depths, self.owners[ours])
             elif ours in self.split:
                 split[self.known.index(self.split[ours][0])].append((ours, module))
@@ -275,6 +278,11 @@ class _Reading:
         self._check_complete(naming, {id(part.place) for part in parts})
         self._refuse()
         return parts
+
+    def _barrier(self, module: str, inside: list[Place]) -> str | None:
+        """What in the config keeps PEFT from adapting `module`; parameters named one by one are never kept from it."""
+        named = any(self.peft.targets_parameter(f"{module}.{place.parameter}") for place in inside)
+        return None if named else self.peft.barrier(module)
 
     def _recognise(self, namings: tuple[Naming, ...]) -> Naming:
         for naming in namings:

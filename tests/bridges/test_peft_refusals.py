@@ -95,6 +95,10 @@ def test_what_is_not_plain_lora_is_refused_by_name(
         ("rank_pattern", {"(": 2}),
         ("alpha_pattern", {"q_proj": "x"}),
         ("target_modules", "("),
+        ("exclude_modules", "("),
+        ("layers_to_transform", "1"),
+        ("layers_to_transform", [1.5]),
+        ("layers_pattern", "("),
         ("target_parameters", "experts.down_proj"),
     ],
 )
@@ -106,7 +110,39 @@ def test_a_field_of_the_wrong_type_is_corruption(
         AutoDecoder.from_pretrained(base("qwen3"), lora=adapter)
 
 
-def edited(adapter: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"layers_to_transform": [1]}, "layers.0.self_attn.q_proj.lora_A.weight (outside layers_to_transform = [1])"),
+        ({"layers_to_transform": 0}, "layers.1.self_attn.q_proj.lora_A.weight (outside layers_to_transform = [0])"),
+        ({"layers_to_transform": [0, 1, 2], "layers_pattern": "blocks"}, "with layers_pattern = ['blocks']"),
+        ({"exclude_modules": ["layers.2.mlp.down_proj"]}, "layers.2.mlp.down_proj.lora_A.weight (outside exclude_mod"),
+        ({"exclude_modules": r".*\.1\.self_attn\..*"}, "layers.1.self_attn.q_proj.lora_B.weight (outside exclude_mod"),
+    ],
+)
+def test_tensors_that_the_config_keeps_out_are_refused_by_name(
+    fields: dict[str, Any], said: str, adapter: Path, base: Callable[[str], Path]
+) -> None:
+    edit_json(adapter / CONFIG, **fields)
+    with pytest.raises(KeyMismatch) as caught:
+        AutoDecoder.from_pretrained(base("qwen3"), lora=adapter)
+    assert any(said in key for key in caught.value.extra)
+    edit_json(adapter / CONFIG, layers_to_transform=[0, 1, 2], layers_pattern="layers", exclude_modules=["o_proj"])
+    AutoDecoder.from_pretrained(base("qwen3"), lora=adapter)
+
+
+def test_layers_that_the_config_names_must_be_there(adapter: Path, base: Callable[[str], Path]) -> None:
+    edit_json(adapter / CONFIG, layers_to_transform=[1])
+    edited(adapter, lambda t: [t.pop(key) for key in list(t) if ".layers.1." not in key])
+    model = AutoDecoder.from_pretrained(base("qwen3"), lora=adapter)
+    assert {name.split(".")[2] for name, _ in model.named_parameters() if "lora_" in name} == {"1"}
+    edit_json(adapter / CONFIG, layers_to_transform=[1, 2])
+    with pytest.raises(KeyMismatch) as caught:
+        AutoDecoder.from_pretrained(base("qwen3"), lora=adapter)
+    assert all(".layers.2." in key for key in caught.value.missing)
+
+
+def edited(adapter: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = load_file(adapter / WEIGHTS)
     edit(tensors)
     save_file(tensors, adapter / WEIGHTS)
