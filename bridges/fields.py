@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
+from math import inf
 from typing import Any, TypeVar
 
 import torch
@@ -104,10 +105,16 @@ class HFFields:
 
     def positive(self, name: str, default: int | _Absent = ABSENT, *, alias: str | None = None) -> int:
         """`take` of an integer of at least 1."""
-        value = self.take(name, int, default, alias=alias)
-        if value < 1:
-            raise self.unsupported(name, "is not positive.", remedy="correct the config", value=value)
-        return value
+        return self._above_zero(name, self.take(name, int, default, alias=alias))
+
+    def positive_float(self, name: str, default: float | _Absent = ABSENT) -> float:
+        """`take` of a finite number above 0."""
+        return self._above_zero(name, self.take(name, float, default))
+
+    def positive_optional(self, name: str, kind: type[T], default: T | None = None) -> T | None:
+        """`take_optional` of a finite number above 0."""
+        value = self.take_optional(name, kind, default)
+        return None if value is None else self._above_zero(name, value)
 
     def take_optional(self, name: str, kind: type[T], default: T | None = None) -> T | None:
         """As `take`, where null means None and absence `default`."""
@@ -138,7 +145,7 @@ class HFFields:
             raise self.unsupported(
                 name,
                 f"is not implemented by the bridge to {self.reference} ({why}).",
-                remedy=f'only {values} loads; or implement `{name}` in the bridge, or load with backend="hf"',
+                remedy=f'only {values} loads; or implement `{name}` in the bridge',
             )
         self.inert_fields[name] = why
 
@@ -208,6 +215,27 @@ class HFFields:
             raise self.unsupported("dtype", "is no float type.", remedy=f"one of {', '.join(_DTYPES)}", value=name)
         return dtype
 
+    def padding_idx(self, default: int | None = None) -> int | None:
+        """`pad_token_id`, whose embedding HF's models look up without a gradient; kept like every token id."""
+        found = self.json.get("pad_token_id", default)
+        if found is not None and (isinstance(found, bool) or not isinstance(found, int)):
+            raise self.unsupported("pad_token_id", "is no token id.", remedy="an integer, or null")
+        return found
+
+    def initializer_range(self) -> float:
+        """`initializer_range`, the standard deviation of fresh weights."""
+        value = self.take("initializer_range", float, 0.02)
+        if not 0 <= value < inf:
+            raise self.unsupported("initializer_range", "is no standard deviation.", remedy="correct the config")
+        return value
+
+    def layer_indices(self, name: str, layers: int) -> tuple[int, ...]:
+        """A list of distinct layers, () where absent or null."""
+        found = self.take_optional(name, list) or []
+        if len(set(map(str, found))) != len(found) or not all(type(i) is int and 0 <= i < layers for i in found):
+            raise self.unsupported(name, f"is no list of distinct layers below {layers}.", remedy="correct the config")
+        return tuple(found)
+
     def quantization(self, supported: Iterable[str]) -> str | None:
         """`quantization_config.quant_method`, refused unless in `supported`; None where absent."""
         config = self.take_optional("quantization_config", dict)
@@ -250,7 +278,7 @@ class HFFields:
             raise self.unsupported("rope_scaling", "contradicts rope_parameters.", remedy="keep one of the two")
         name = "rope_parameters" if scaling is None else "rope_scaling"
         content = scaling or (default or {} if params is None else params)
-        top = self.take("rope_theta", float, theta)
+        top = self.positive_float("rope_theta", theta)
         if "rope_theta" in self.json and content.get("rope_theta", top) != top:
             inner = content["rope_theta"]
             raise self.unsupported("rope_theta", f"contradicts {name}.rope_theta = {inner!r}.", remedy="keep one")
@@ -277,7 +305,7 @@ class HFFields:
         ropes = []
         for (layer_type, (name, content)), theta in zip(legacy.items(), thetas, strict=True):
             stated = by_type.take_optional(layer_type, dict) or content
-            top = self.take(name, float, theta)
+            top = self.positive_float(name, theta)
             if name in self.json and stated.get("rope_theta", top) != top:
                 inner = stated["rope_theta"]
                 raise self.unsupported(name, f"contradicts {layer_type}.rope_theta = {inner!r}.", remedy="keep one")
@@ -285,6 +313,11 @@ class HFFields:
             one.inert("truncate", allowed=(True, None), why="transformers does not look for it per layer type")
             ropes.append(rope_from_hf(one, theta=top, rotary_dim=rotary_dim, max_positions=max_positions))
         return ropes[0], ropes[1]
+
+    def _above_zero(self, name: str, value: T) -> T:
+        if not (isinstance(value, int | float) and 0 < value < inf):
+            raise self.unsupported(name, "is not a positive number.", remedy="correct the config", value=value)
+        return value
 
     def _typed(self, name: str, value: Any, kind: type[T]) -> T:
         if kind is float and type(value) is int:

@@ -51,6 +51,12 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
     """Gemma3TextConfig, the class's defaults written out; of a Gemma3Config its text part."""
     if "text_config" in hf:
         return _text_config(_text_part(hf))
+    if hf.json.get("model_type") == "gemma3":
+        raise hf.unsupported(
+            "text_config",
+            'under model_type = "gemma3", whose sizes transformers reads there and nowhere else.',
+            remedy='set model_type to "gemma3_text" if the file describes the text model alone',
+        )
     return _text_config(hf)
 
 
@@ -94,7 +100,7 @@ def _text_config(hf: HFFields) -> DecoderConfig:
             qk_norm=QKNorm(),
         ),
         norm=Norm(
-            eps=hf.take("rms_norm_eps", float, 1e-6),
+            eps=hf.positive_float("rms_norm_eps", float, 1e-6),
             placement=NormPlacement.SANDWICH,
             cast=NormCast.SCALE_THEN_CAST,
             plus_one=True,
@@ -102,14 +108,15 @@ def _text_config(hf: HFFields) -> DecoderConfig:
         rope=full,
         sliding_rope=sliding,
         layer_types=hf.layer_types(layers, lambda i: LayerType.SLIDING if (i + 1) % pattern else LayerType.FULL),
-        sliding_window=hf.take_optional("sliding_window", int, 4096),
+        sliding_window=hf.positive_optional("sliding_window", int, 4096),
         activation=hf.choice("hidden_activation", Activation, Activation.GELU_TANH),
         tie_word_embeddings=hf.take("tie_word_embeddings", bool, True),
+        padding_idx=hf.padding_idx(0),
         embedding_multiplier=hidden**0.5,
         embedding_multiplier_in_weight_dtype=True,
-        final_logit_softcap=hf.take_optional("final_logit_softcapping", float),
+        final_logit_softcap=hf.positive_optional("final_logit_softcapping", float),
         max_position_embeddings=context,
-        initializer_range=hf.take("initializer_range", float, 0.02),
+        initializer_range=hf.initializer_range(),
     )
 
 

@@ -62,7 +62,7 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
     """GptOssConfig, the class's defaults written out."""
     layers, hidden = hf.positive("num_hidden_layers", 36), hf.positive("hidden_size", 2880)
     heads, width = hf.positive("num_attention_heads", 64), hf.positive("intermediate_size", 2880)
-    head_dim, context = hf.take_optional("head_dim", int, 64), hf.positive("max_position_embeddings", 131072)
+    head_dim, context = hf.positive_optional("head_dim", int, 64), hf.positive("max_position_embeddings", 131072)
     head_dim = head_dim or hidden // heads
     bias, top_k = hf.take("attention_bias", bool, True), hf.positive("num_experts_per_tok", 4)
     hf.inert("experts_per_token", allowed=(top_k,), why="num_experts_per_tok is what is read")
@@ -77,30 +77,31 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
         num_hidden_layers=layers,
         attention=Attention(
             num_heads=heads,
-            num_kv_heads=hf.take_optional("num_key_value_heads", int, 8) or heads,
+            num_kv_heads=hf.positive_optional("num_key_value_heads", int, 8) or heads,
             head_dim=head_dim,
             scale=head_dim**-0.5,
             qkv_bias=bias,
             out_bias=bias,
             sinks=True,
         ),
-        norm=Norm(eps=hf.take("rms_norm_eps", float, 1e-5), cast=NormCast.SCALE_THEN_CAST),
+        norm=Norm(eps=hf.positive_float("rms_norm_eps", float, 1e-5), cast=NormCast.SCALE_THEN_CAST),
         rope=hf.rope(theta=150_000.0, rotary_dim=head_dim, max_positions=context, default=_YARN),
         layer_types=hf.layer_types(layers, lambda i: LayerType.FULL if i % 2 else LayerType.SLIDING),
-        sliding_window=hf.take_optional("sliding_window", int, 128),
+        sliding_window=hf.positive_optional("sliding_window", int, 128),
         moe=MoE(
             num_experts=hf.positive("num_local_experts", 128, alias="num_experts"),
             intermediate_size=width,
             router=Router(kind=RouterKind.TOPK_SOFTMAX, top_k=top_k, bias=True),
             bias=True,
             clamp=SwiGLUClamp(
-                alpha=hf.take("swiglu_alpha", float, 1.702),
-                limit=hf.take("swiglu_limit", float, 7.0),
+                alpha=hf.positive_float("swiglu_alpha", float, 1.702),
+                limit=hf.positive_float("swiglu_limit", float, 7.0),
             ),
         ),
         tie_word_embeddings=hf.take("tie_word_embeddings", bool, False),
+        padding_idx=hf.padding_idx(),
         max_position_embeddings=context,
-        initializer_range=hf.take("initializer_range", float, 0.02),
+        initializer_range=hf.initializer_range(),
         router_aux_loss_coef=hf.take("router_aux_loss_coef", float, 0.001),
         output_router_logits=hf.take("output_router_logits", bool, False),
     )

@@ -28,7 +28,7 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
     layers, heads = hf.positive("num_hidden_layers", 32), hf.positive("num_attention_heads", 32)
     head_dim, context = hf.positive("head_dim", 128), hf.positive("max_position_embeddings", 32768)
     bias = hf.take("attention_bias", bool, False)
-    window = hf.take_optional("sliding_window", int, 4096)
+    window = hf.positive_optional("sliding_window", int, 4096)
     if not hf.take("use_sliding_window", bool, False):
         window = None
     first_sliding = hf.take("max_window_layers", int, 28)
@@ -42,14 +42,14 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
         num_hidden_layers=layers,
         attention=Attention(
             num_heads=heads,
-            num_kv_heads=hf.take_optional("num_key_value_heads", int, 32) or heads,
+            num_kv_heads=hf.positive_optional("num_key_value_heads", int, 32) or heads,
             head_dim=head_dim,
             scale=head_dim**-0.5,
             qkv_bias=bias,
             out_bias=bias,
             qk_norm=QKNorm(),
         ),
-        norm=Norm(eps=hf.take("rms_norm_eps", float, 1e-6)),
+        norm=Norm(eps=hf.positive_float("rms_norm_eps", float, 1e-6)),
         rope=hf.rope(theta=10_000.0, rotary_dim=head_dim, max_positions=context),
         layer_types=hf.layer_types(
             layers, lambda i: LayerType.FULL if window is None or i < first_sliding else LayerType.SLIDING
@@ -57,8 +57,9 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
         sliding_window=window,
         activation=hf.choice("hidden_act", Activation, Activation.SILU),
         tie_word_embeddings=hf.take("tie_word_embeddings", bool, False),
+        padding_idx=hf.padding_idx(),
         max_position_embeddings=context,
-        initializer_range=hf.take("initializer_range", float, 0.02),
+        initializer_range=hf.initializer_range(),
     )
 
 

@@ -50,7 +50,7 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
     heads, context = hf.positive("num_attention_heads", 32), hf.positive("max_position_embeddings", 32768)
     head_dim = hf.positive("head_dim", hidden // heads)  # no field of the class, yet its attention reads it
     bias = hf.take("attention_bias", bool, False)
-    window = hf.take_optional("sliding_window", int, 4096)
+    window = hf.positive_optional("sliding_window", int, 4096)
     if not hf.take("use_sliding_window", bool, False):
         window = None
     hf.inert("max_window_layers", why="the window holds for all layers")
@@ -59,7 +59,7 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
     hf.inert("shared_expert_intermediate_size", allowed=(0, None), why="no shared expert in this family")
     hf.inert("use_qk_norm", allowed=(True,), why="always normalised in this family")
     hf.inert("qkv_bias", allowed=(bias,), why="attention_bias is what is read")
-    step, dense = hf.positive("decoder_sparse_step", 1), hf.take_optional("mlp_only_layers", list) or []
+    step, dense = hf.positive("decoder_sparse_step", 1), hf.layer_indices("mlp_only_layers", layers)
     return DecoderConfig(
         model_type="qwen3_moe",
         vocab_size=hf.positive("vocab_size", 151936),
@@ -75,7 +75,7 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
             out_bias=bias,
             qk_norm=QKNorm(),
         ),
-        norm=Norm(eps=hf.take("rms_norm_eps", float, 1e-6)),
+        norm=Norm(eps=hf.positive_float("rms_norm_eps", float, 1e-6)),
         rope=hf.rope(theta=10_000.0, rotary_dim=head_dim, max_positions=context),
         layer_types=(LayerType.FULL if window is None else LayerType.SLIDING,) * layers,
         sliding_window=window,
@@ -91,8 +91,9 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
         ),
         dense_layers=tuple(i for i in range(layers) if i in dense or (i + 1) % step),
         tie_word_embeddings=hf.take("tie_word_embeddings", bool, False),
+        padding_idx=hf.padding_idx(),
         max_position_embeddings=context,
-        initializer_range=hf.take("initializer_range", float, 0.02),
+        initializer_range=hf.initializer_range(),
         router_aux_loss_coef=hf.take("router_aux_loss_coef", float, 0.001),
         output_router_logits=hf.take("output_router_logits", bool, False),
     )

@@ -299,6 +299,7 @@ class DecoderConfig:
     router_aux_loss_coef: float = 0.0
     output_router_logits: bool = False
     lora: LoRAConfig | None = None
+    padding_idx: int | None = field(default=None, compare=False)  # token whose lookup gets no gradient
     activation_checkpointing: bool = field(default=False, compare=False)
     compile_blocks: bool = field(default=False, compare=False)
 

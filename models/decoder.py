@@ -191,7 +191,8 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         Args:
             input_ids: (B, T) int64, or `inputs_embeds` (B, T, H), taken as they are (already scaled).
             attention_mask: (B, past + T), 1 for tokens and 0 for padding.
-            position_ids: (B or 1, T) int64. Without mask and cache, a document starts where they do not rise by one.
+            position_ids: (B or 1, T) int64; None: counted from the cache's length on, padding included, as transformers
+                does. Without mask and cache, a document starts where they do not rise by one.
             labels: (B, T), the tokens themselves, −100 ignored; shifted here, never across a document border.
             shift_labels: (B, T), the target at each position, already shifted; wins over `labels`.
             num_items_in_batch: divisor of the summed loss; None: the number of targets.

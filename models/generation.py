@@ -16,6 +16,28 @@ if TYPE_CHECKING:
     from bestiary.models.decoder import Decoder
 
 
+_READ = frozenset(
+    {"max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id"}
+)
+_WITHOUT_EFFECT = frozenset(  # how the result is computed or wrapped, not which tokens it has
+    {"bos_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config", "use_cache"}
+    | {"cache_implementation", "cache_config", "max_cache_len", "compile_config", "disable_compile"}
+    | {"return_dict_in_generate", "output_attentions", "output_hidden_states", "output_scores", "output_logits"}
+    | {"prefill_chunk_size", "low_memory", "continuous_batching_config", "num_assistant_tokens_schedule"}
+    | {"num_assistant_tokens", "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind"}
+    | {"is_assistant", "max_matching_ngram_size", "length_penalty", "early_stopping"}
+)
+_NEUTRAL: Mapping[str, float] = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "typical_p": 1.0,
+    "guidance_scale": 1.0,
+}  # values beside None, False and 0 that change nothing
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen from logits (B, V); `top_k` 0 and `top_p` 1 filter nothing."""
@@ -106,12 +128,11 @@ class GenerationMixin:
         """
         given = {"do_sample": do_sample, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         model = cast("Decoder", self)
-        settings = {} if generation_config is None else vars(generation_config)
+        settings = _read_settings(generation_config)
         sampling = _sampling(given, settings)
-        if max_new_tokens is None:
-            max_new_tokens = settings.get("max_new_tokens") or 20
+        max_new_tokens = _new_tokens(max_new_tokens, settings, input_ids)
         stops = _stop_ids(model, stop_token_ids, settings)
-        pad = _pad_id(pad_token_id, settings, stops)
+        pad = _pad_id(model, pad_token_id, settings, stops)
         mask = _left_padding(input_ids, attention_mask)
         sequence_length = _checked_length(model, input_ids, mask, max_new_tokens, allow_long)
 
@@ -123,7 +144,10 @@ class GenerationMixin:
         sequence, log_probs = input_ids, []
         unseen = input_ids
         for _ in range(max_new_tokens):
-            output = model(unseen, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
+            positions = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -unseen.shape[1] :]
+            output = model(
+                unseen, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
+            )
             logits = output["logits"][:, -1]
             logits = logits.to(at_least_fp32(logits.dtype))  # a cumulative sum in bf16 would not reach top_p
             chosen = torch.where(running, sampling.choose(logits, generator), pad)
@@ -145,18 +169,56 @@ def _sampling(given: dict[str, Any], settings: Mapping[str, Any]) -> Sampling:
     return Sampling(**{name: value for name, value in chosen.items() if value is not None})
 
 
+def _read_settings(generation_config: Any) -> dict[str, Any]:
+    """Its fields, those that would change the result and are not implemented refused by name."""
+    if generation_config is None:
+        return {}
+    if isinstance(generation_config, Mapping):
+        raise InvalidInput(
+            f"generation_config is a {type(generation_config).__name__}.",
+            remedy="pass transformers.GenerationConfig(**fields), or the fields as arguments",
+        )
+    settings = dict(vars(generation_config))
+    for name, value in settings.items():
+        if name in _READ or name in _WITHOUT_EFFECT or value is None or value == _NEUTRAL.get(name, False):
+            continue
+        raise InvalidInput(
+            f"generation_config.{name} = {value!r} is not implemented.",
+            remedy=f"set {name} to None; greedy, temperature, top_k, top_p and stop ids are what there is",
+        )
+    return settings
+
+
+def _new_tokens(given: int | None, settings: Mapping[str, Any], input_ids: Tensor) -> int:
+    count = given if given is not None else settings.get("max_new_tokens")
+    if count is None and settings.get("max_length") is not None:
+        count = settings["max_length"] - input_ids.shape[-1]
+    if count is None:
+        return 20
+    if count < 1:
+        raise InvalidInput(
+            f"{count} new tokens for a prompt of {input_ids.shape[-1]}.",
+            remedy="max_new_tokens of at least 1, or a max_length above the prompt's",
+        )
+    return int(count)
+
+
+def _configured(model: "Decoder", settings: Mapping[str, Any], name: str) -> Any:
+    """The first that is set: the config given, the model's own, the checkpoint's generation config, its config."""
+    own = model._generation_config
+    stored = (model.hf_generation_config_json, model.hf_config_json) if own is None else (vars(own),)
+    values = [settings.get(name), *((source or {}).get(name) for source in stored)]
+    return next((value for value in values if value is not None), None)
+
+
 def _stop_ids(model: "Decoder", given: Sequence[int] | int | None, settings: Mapping[str, Any]) -> list[int]:
-    """The first source that names any: the argument, the config given, the model's own, the checkpoint's JSON."""
-    stored = {**(model.hf_config_json or {}), **(model.hf_generation_config_json or {})}
-    own = {} if model._generation_config is None else vars(model._generation_config)
-    sources = (given, *(source.get("eos_token_id") for source in (settings, own, stored)))
-    found = next((source for source in sources if source is not None), ())
-    return [found] if isinstance(found, int) else [int(token) for token in found]
+    found = given if given is not None else _configured(model, settings, "eos_token_id")
+    return [found] if isinstance(found, int) else [int(token) for token in found or ()]
 
 
-def _pad_id(given: int | None, settings: Mapping[str, Any], stops: Sequence[int]) -> int:
-    configured = given if given is not None else settings.get("pad_token_id")
-    return configured if configured is not None else (stops[0] if stops else 0)
+def _pad_id(model: "Decoder", given: int | None, settings: Mapping[str, Any], stops: Sequence[int]) -> int:
+    configured = given if given is not None else _configured(model, settings, "pad_token_id")
+    return int(configured) if configured is not None else (stops[0] if stops else 0)
 
 
 def _left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:

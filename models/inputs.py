@@ -78,7 +78,7 @@ def read_inputs(
     elif position_ids is not None and attention_mask is None and cache is None:
         documents = _documents_by_restart(position_ids, batch)
     if position_ids is None:
-        position_ids = _positions(key_valid, past, length, given.device)
+        position_ids = torch.arange(past, past + length, device=given.device)[None]
     elif position_ids.shape not in {(batch, length), (1, length)}:
         raise InvalidInput(
             f"position_ids has shape {tuple(position_ids.shape)}.", remedy=f"({batch}, {length}) or (1, {length})"
@@ -109,12 +109,6 @@ def _key_valid(attention_mask: Tensor | None, batch: int, keys: int) -> Tensor |
     valid = attention_mask != 0
     # Nothing is padded: the plain causal path. Only on the CPU, where looking costs no synchronisation.
     return None if valid.device.type == "cpu" and bool(valid.all()) else valid
-
-
-def _positions(key_valid: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
-    if key_valid is None:
-        return torch.arange(past, past + length, device=device)[None]
-    return (key_valid.cumsum(-1) - 1).clamp(min=0)[:, past:]
 
 
 def _documents_by_restart(position_ids: Tensor, batch: int) -> Tensor | None:

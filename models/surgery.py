@@ -64,6 +64,8 @@ def resize_token_embeddings(model: Decoder, size: int, *, seed: int = 0) -> nn.M
         )
     embedding.weight = _resized("embed_tokens", embedding.weight, size, config.initializer_range, seed)
     embedding.num_embeddings = size
+    if embedding.padding_idx is not None and embedding.padding_idx >= size:
+        embedding.padding_idx = None
     if not config.tie_word_embeddings:
         head.weight = _resized("lm_head", head.weight, size, config.initializer_range, seed)
     head.out_features = size

@@ -9,10 +9,14 @@ from bestiary.models.config import DecoderConfig
 
 
 class Embedding(nn.Embedding):
-    """Rows of weight (V, H), times the config's `embedding_multiplier`."""
+    """Rows of weight (V, H), times the config's `embedding_multiplier`.
+
+    As in transformers' models, the lookup of `padding_idx` passes no gradient on; a tied head still trains that row.
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.vocab_size, config.hidden_size)
+        self.padding_idx = config.padding_idx  # not an argument of nn.Embedding, which would zero the row
         self.multiplier = config.embedding_multiplier
         self.multiplier_in_weight_dtype = config.embedding_multiplier_in_weight_dtype
 
@@ -24,7 +28,7 @@ class Embedding(nn.Embedding):
         """
         if input.device.type == "cpu" and input.numel():
             self._check(input)
-        embedded = F.embedding(input, self.weight)
+        embedded = F.embedding(input, self.weight, self.padding_idx)
         if self.multiplier == 1.0:
             return embedded
         multiplier = self.multiplier

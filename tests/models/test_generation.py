@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import GenerationConfig
 
 from bestiary.models import Cache, Decoder
 from bestiary.models.config import DynamicScaling, LongRopeScaling
@@ -309,3 +310,61 @@ def test_prepare_inputs_passes_only_what_the_cache_has_not_seen() -> None:
     prepared = model.prepare_inputs_for_generation(ids, past_key_values=cache, attention_mask=torch.ones(1, 6))
     assert torch.equal(prepared["input_ids"], ids[:, 4:])
     torch.testing.assert_close(model(**prepared).logits, model(ids).logits[:, 4:])
+
+
+QWEN3 = untied("qwen3")
+
+
+def configured(**fields: Any) -> GenerationConfig:
+    return GenerationConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"repetition_penalty": 5.0},
+        {"num_beams": 3},
+        {"min_p": 0.1},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 4},
+        {"bad_words_ids": [[3]]},
+        {"suppress_tokens": [3]},
+        {"stop_strings": ["x"]},
+        {"typical_p": 0.5},
+    ],
+)
+def test_what_a_generation_config_asks_and_nobody_implements_is_refused_by_name(fields: dict[str, Any]) -> None:
+    model, prompt = QWEN3, tokens(1, 5)
+    with pytest.raises(InvalidInput, match=next(iter(fields))):
+        model.generate(prompt, generation_config=configured(**fields))
+
+
+def test_neutral_fields_of_a_generation_config_are_accepted() -> None:
+    model, prompt = QWEN3, tokens(1, 5)
+    neutral = configured(num_beams=1, repetition_penalty=1.0, min_p=0.0, max_new_tokens=3, bos_token_id=1)
+    assert torch.equal(model.generate(prompt, generation_config=neutral), model.generate(prompt, max_new_tokens=3))
+
+
+def test_max_length_counts_the_prompt() -> None:
+    model, prompt = QWEN3, tokens(1, 5)
+    assert model.generate(prompt, generation_config=configured(max_length=9)).shape == (1, 9)
+    with pytest.raises(InvalidInput, match="new tokens"):
+        model.generate(prompt, generation_config=configured(max_length=5))
+
+
+def test_ended_rows_are_filled_with_the_configured_pad_token() -> None:
+    """Of the model's own generation config too; a stop id only where no pad token is known."""
+    model, prompt = untied("qwen3"), tokens(2, 5)
+    first = model.generate(prompt, max_new_tokens=1)[:, -1]
+    if first[0] == first[1]:
+        prompt[1] = (prompt[1] + 1) % VOCAB
+        first = model.generate(prompt, max_new_tokens=1)[:, -1]
+    assert first[0] != first[1], "both rows would end at once"
+    model.generation_config = configured(pad_token_id=2, eos_token_id=int(first[0]))
+    assert (model.generate(prompt, max_new_tokens=4)[0, 6:] == 2).all()
+
+
+def test_fields_in_a_dict_are_no_generation_config() -> None:
+    model, prompt = QWEN3, tokens(1, 5)
+    with pytest.raises(InvalidInput, match="dict"):
+        model.generate(prompt, generation_config={"top_k": 3})
