@@ -35,7 +35,10 @@ def linear_cross_entropy(
     z_loss: float = ...,
     num_items: Tensor | float | None = ...,
     return_log_prob: Literal[False] = ...,
-) -> Tensor: ...
+) -> Tensor:
+    """The loss alone."""
+
+
 @overload
 def linear_cross_entropy(
     hidden: Tensor,
@@ -57,7 +60,10 @@ def linear_cross_entropy(
     z_loss: float = ...,
     num_items: Tensor | float | None = ...,
     return_log_prob: Literal[True],
-) -> tuple[Tensor, LogProb]: ...
+) -> tuple[Tensor, LogProb]:
+    """The loss, and log-probabilities without a graph."""
+
+
 @uncompiled
 def linear_cross_entropy(
     hidden: Tensor,

@@ -160,6 +160,15 @@ def test_every_backward_call_on_a_kept_graph_gives_its_own_gradients() -> None:
 
 
 @pytest.mark.usefixtures("core")
+@pytest.mark.parametrize("loss", ["plain", "all"])
+def test_two_runs_give_the_same_bits(loss: str) -> None:
+    """Sums run in one order."""
+    arguments = case(TOKENS, VOCAB).leaves()
+    first, second = (gradients(linear_cross_entropy, arguments, **LOSSES[loss]) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.usefixtures("core")
 def test_a_weight_that_changed_since_the_forward_pass_is_noticed() -> None:
     """The gradients of the old weight are not handed out for the new one."""
     hidden, weight, target, _ = case(TOKENS, VOCAB).leaves()

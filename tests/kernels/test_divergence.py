@@ -14,6 +14,7 @@ from bestiary.kernels.divergence import TeacherHead, TopK, linear_divergence
 from bestiary.kernels.errors import InvalidArgument, LabelOutOfRange, UnsupportedDispatch
 from bestiary.kernels.selected import linear_selected_log_prob
 
+from .conftest import poisoned
 from .naive_head import MAPS, Case, case, in_small_pieces, logits_of
 
 TOKENS, VOCAB = 7, 203
@@ -33,7 +34,7 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         in_small_pieces(monkeypatch)
         for module in (divergence, selected):
             monkeypatch.setattr(module, "LOGITS_PER_CHUNK", 200)
-    with force(divergence=name, selected_log_prob=name):
+    with force(divergence=name, selected_log_prob=name), poisoned():
         yield name
 
 

@@ -134,7 +134,7 @@ def test_nothing_to_predict_gives_exact_zeros_that_have_a_graph(tokens: int) -> 
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("where", ["first", "last", "between"])
 def test_ignored_tokens_are_never_read(where: str) -> None:
-    """Not even NaN in an ignored position, or in memory that was never written, reaches a value or a gradient."""
+    """NaN in an ignored position, or in memory that was never written (the fixture poisons it), reaches nothing."""
     hidden, weight, target, _ = case(9, 67, ignored=0.0)
     at = {"first": slice(0, 3), "last": slice(6, 9), "between": slice(2, 8, 2)}[where]
     target[at] = -100
@@ -142,12 +142,8 @@ def test_ignored_tokens_are_never_read(where: str) -> None:
     hidden[at] = torch.nan
     hidden.requires_grad_()
     weight.requires_grad_()
-    torch.use_deterministic_algorithms(True)  # fills what `torch.empty` returns with NaN
-    try:
-        out = linear_log_prob(hidden, weight, target, **ALL)
-        mixed(out).backward()
-    finally:
-        torch.use_deterministic_algorithms(False)
+    out = linear_log_prob(hidden, weight, target, **ALL)
+    mixed(out).backward()
     for ours, expected in zip(out, clean, strict=True):
         assert torch.equal(ours, expected)
     assert torch.isfinite(weight.grad).all()
