@@ -18,9 +18,14 @@ from bestiary.bridges.plan import PLAIN, Naming, Plan, plan_export, plan_import
 from bestiary.bridges.rules import Hub, Ignore, Rule, RuleSet
 from bestiary.bridges.storage import TensorInfo
 from bestiary.models.config import DecoderConfig
+from bestiary.models.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from bestiary.models.decoder import Decoder
+
+
+# What a contradiction inside a DecoderConfig is called in HF's files, where the names differ.
+_HF_NAMES = {"router.top_k": "num_experts_per_tok", "num_heads": "num_attention_heads"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,19 @@ class Bridge:
             UnsupportedConfig: names the field, its value and the remedy.
         """
         hf = HFFields(json, source=source, reference=f"transformers' {self.architecture}")
-        decoder = self.config_from_hf(hf)
+        try:
+            decoder = self.config_from_hf(hf)
+        except InvalidConfig as error:
+            native = error.what.split()[0]
+            remedy = "correct the config" if error.remedy is None else error.remedy
+            raise hf.unsupported(
+                _HF_NAMES.get(native, native), f"builds no model: {error.what}", remedy=remedy
+            ) from error
+        pad, vocab = decoder.padding_idx, decoder.vocab_size
+        if pad is not None and not -vocab <= pad < vocab:
+            raise hf.unsupported(
+                "pad_token_id", f"is outside the vocabulary of {vocab}.", remedy="a token id, or null", value=pad
+            )
         dtype = hf.dtype()
         quantization = hf.quantization(("mxfp4",) if self.rule_set.packed else ())
         if strict:

@@ -145,7 +145,7 @@ class HFFields:
             raise self.unsupported(
                 name,
                 f"is not implemented by the bridge to {self.reference} ({why}).",
-                remedy=f'only {values} loads; or implement `{name}` in the bridge',
+                remedy=f"only {values} loads; or implement `{name}` in the bridge",
             )
         self.inert_fields[name] = why
 

@@ -100,7 +100,7 @@ def _text_config(hf: HFFields) -> DecoderConfig:
             qk_norm=QKNorm(),
         ),
         norm=Norm(
-            eps=hf.positive_float("rms_norm_eps", float, 1e-6),
+            eps=hf.positive_float("rms_norm_eps", 1e-6),
             placement=NormPlacement.SANDWICH,
             cast=NormCast.SCALE_THEN_CAST,
             plus_one=True,

@@ -112,7 +112,7 @@ class PeftConfig:
         return None
 
     def _layer(self, name: str) -> int | None:
-        """The index of the layer that `name` lies in, as PEFT finds it: the first number, or the one after a pattern."""
+        """The index of the layer that `name` lies in, as PEFT finds it: the first number, or that after a pattern."""
         patterns = [rf"(?:^|.*?\.){pattern}" for pattern in self.layers_pattern] or [r".*?\.[^.]*"]
         found = (re.match(rf"{pattern}\.(?P<index>\d+)\.", name) for pattern in patterns)
         return next((int(match["index"]) for match in found if match is not None), None)

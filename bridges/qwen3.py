@@ -28,9 +28,8 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
     layers, heads = hf.positive("num_hidden_layers", 32), hf.positive("num_attention_heads", 32)
     head_dim, context = hf.positive("head_dim", 128), hf.positive("max_position_embeddings", 32768)
     bias = hf.take("attention_bias", bool, False)
-    window = hf.positive_optional("sliding_window", int, 4096)
-    if not hf.take("use_sliding_window", bool, False):
-        window = None
+    window = hf.take_optional("sliding_window", int, 4096)
+    window = hf.positive_optional("sliding_window", int, 4096) if hf.take("use_sliding_window", bool, False) else None
     first_sliding = hf.take("max_window_layers", int, 28)
     hf.inert("max_window_layers", why="layer_types wins over it, and exports spell it out")
     hf.inert("attention_dropout", allowed=(0.0,), why="attention has no dropout here")
@@ -49,7 +48,7 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
             out_bias=bias,
             qk_norm=QKNorm(),
         ),
-        norm=Norm(eps=hf.positive_float("rms_norm_eps", float, 1e-6)),
+        norm=Norm(eps=hf.positive_float("rms_norm_eps", 1e-6)),
         rope=hf.rope(theta=10_000.0, rotary_dim=head_dim, max_positions=context),
         layer_types=hf.layer_types(
             layers, lambda i: LayerType.FULL if window is None or i < first_sliding else LayerType.SLIDING

@@ -50,9 +50,8 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
     heads, context = hf.positive("num_attention_heads", 32), hf.positive("max_position_embeddings", 32768)
     head_dim = hf.positive("head_dim", hidden // heads)  # no field of the class, yet its attention reads it
     bias = hf.take("attention_bias", bool, False)
-    window = hf.positive_optional("sliding_window", int, 4096)
-    if not hf.take("use_sliding_window", bool, False):
-        window = None
+    window = hf.take_optional("sliding_window", int, 4096)
+    window = hf.positive_optional("sliding_window", int, 4096) if hf.take("use_sliding_window", bool, False) else None
     hf.inert("max_window_layers", why="the window holds for all layers")
     hf.inert("layer_types", allowed=(None,), why="the window holds for all layers or for none")
     hf.inert("attention_dropout", allowed=(0.0,), why="attention has no dropout here")
@@ -75,7 +74,7 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
             out_bias=bias,
             qk_norm=QKNorm(),
         ),
-        norm=Norm(eps=hf.positive_float("rms_norm_eps", float, 1e-6)),
+        norm=Norm(eps=hf.positive_float("rms_norm_eps", 1e-6)),
         rope=hf.rope(theta=10_000.0, rotary_dim=head_dim, max_positions=context),
         layer_types=(LayerType.FULL if window is None else LayerType.SLIDING,) * layers,
         sliding_window=window,

@@ -46,7 +46,7 @@ def rope_from_hf(params: HFFields, *, theta: float, rotary_dim: int, max_positio
     legacy = params.take("type", str, kind)
     if legacy != kind:
         raise params.unsupported("type", f"contradicts rope_type = {kind!r}.", remedy="keep one of the two")
-    base = params.take("rope_theta", float, theta)
+    base = params.positive_float("rope_theta", theta)
     params.inert("partial_rotary_factor", allowed=(1.0, None), why="the whole head turns in this family")
     scaling = None if kind == "default" else _scaling(params, kind, max_positions)
     params.done()
@@ -71,7 +71,7 @@ def _scaling(params: HFFields, kind: str, max_positions: int) -> RopeScaling:
             "rope_type", "is not implemented.", remedy=f"one of default, {', '.join(_SCALINGS)}", value=kind
         )
     if kind == "dynamic":
-        return DynamicScaling(factor=params.take("factor", float), original_max_position_embeddings=max_positions)
+        return DynamicScaling(factor=params.positive_float("factor"), original_max_position_embeddings=max_positions)
     if kind == "longrope":
         return _longrope(params, max_positions)
     cls = _SCALINGS[kind]
@@ -81,9 +81,9 @@ def _scaling(params: HFFields, kind: str, max_positions: int) -> RopeScaling:
         if types[f.name] == float | None:
             values[f.name] = params.take_optional(f.name, float)
         elif f.name == _CONTEXT:
-            values[f.name] = params.take(f.name, int, max_positions)
+            values[f.name] = params.positive(f.name, max_positions)
         elif f.default is MISSING:
-            values[f.name] = params.take(f.name, types[f.name])
+            values[f.name] = params.positive_float(f.name)
         else:  # HF reads an explicit null (and 0) as the default
             values[f.name] = _or_default(params.take_optional(f.name, types[f.name], f.default), f.default)
     return cls(**values)
@@ -94,8 +94,8 @@ def _or_default(value: Any, default: Any) -> Any:
 
 
 def _longrope(params: HFFields, max_positions: int) -> LongRopeScaling:
-    original = params.take(_CONTEXT, int, max_positions)
-    factor = params.take_optional("factor", float) or max_positions / original
+    original = params.positive(_CONTEXT, max_positions)
+    factor = params.positive_optional("factor", float) or max_positions / original
     attention_factor = params.take_optional("attention_factor", float)
     return LongRopeScaling(
         short_factor=tuple(params.take("short_factor", list)),

@@ -199,6 +199,51 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+REFUSED |= {
+    f"{field} = {value!r}": (model_type, {field: value}, field)
+    for model_type, field, value in (
+        ("qwen3", "hidden_size", -80),
+        ("qwen3", "num_attention_heads", 0),
+        ("qwen3", "num_attention_heads", 3),  # of 2 key/value heads
+        ("qwen3", "num_key_value_heads", 0),
+        ("qwen3", "rms_norm_eps", 0.0),
+        ("qwen3", "rms_norm_eps", float("nan")),
+        ("qwen3", "initializer_range", -0.1),
+        ("qwen3", "pad_token_id", 1003),
+        ("qwen3", "pad_token_id", "<pad>"),
+        ("gemma3_text", "sliding_window", 0),
+        ("gemma3_text", "final_logit_softcapping", -30.0),
+        ("gemma3_text", "final_logit_softcapping", 0.0),
+        ("gemma3_text", "pad_token_id", 5000),
+        ("gpt_oss", "sliding_window", -1),
+        ("gpt_oss", "num_key_value_heads", 0),
+        ("gpt_oss", "head_dim", 0),
+        ("gpt_oss", "swiglu_limit", 0.0),
+        ("gpt_oss", "swiglu_alpha", -1.0),
+        ("qwen3_moe", "mlp_only_layers", [1, 1]),
+        ("qwen3_moe", "mlp_only_layers", [3]),
+        ("qwen3_moe", "mlp_only_layers", [-1]),
+        ("qwen3_moe", "mlp_only_layers", ["1"]),
+        ("qwen3_moe", "num_experts_per_tok", 13),  # of 12 experts
+    )
+}
+REFUSED |= {
+    f"{kind} with {field} = {value!r}": (
+        "qwen3",
+        {"max_position_embeddings": 64, "rope_parameters": {"rope_type": kind, **stated[0], field: value}},
+        f"rope_parameters.{field}",
+    )
+    for kind, stated, field, value in (
+        ("default", ({},), "rope_theta", 0.0),
+        ("default", ({},), "rope_theta", -1e4),
+        *((kind, stated, "factor", 0.0) for kind, stated in ROPES.items() if kind != "longrope"),
+        ("longrope", ROPES["longrope"], "factor", -2.0),
+        ("yarn", ROPES["yarn"], "original_max_position_embeddings", 0),
+        ("llama3", ROPES["llama3"], "low_freq_factor", 0.0),
+    )
+}
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_implemented_is_refused_by_name(name: str) -> None:
     model_type, changes, field = REFUSED[name]
@@ -221,6 +266,17 @@ def test_an_unknown_model_type_lists_the_known_ones() -> None:
     with pytest.raises(UnsupportedModelType, match="qwen3_moe") as caught:
         get_bridge("llamantis")
     assert caught.value.exit_code == 4
+
+
+def test_a_window_that_is_switched_off_may_be_anything() -> None:
+    assert parse(tiny("qwen3", sliding_window=0)).sliding_window is None
+
+
+def test_a_multimodal_type_on_a_flat_text_config_is_refused() -> None:
+    """transformers would read none of its sizes."""
+    with pytest.raises(UnsupportedConfig, match="gemma3_text") as caught:
+        get_bridge("gemma3").parse(tiny("gemma3_text") | {"model_type": "gemma3"})
+    assert caught.value.field == "text_config"
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
