@@ -173,8 +173,8 @@ def _fastest_first(q: Tensor, mask: MaskSpec) -> tuple[str, ...]:
     queries = q.shape[2]
     if q.device.type == "cpu":
         # Blocks beat torch's causal call and any dense mask, except where there is one block and calls are what costs.
-        # Training never asks for the length: compiled blocks would be compiled once for short and once for long inputs.
-        short = queries == 1 or (queries <= BLOCK and not torch.is_grad_enabled())
+        # The order matters: if training asked for the length, compilation would split short inputs from long ones.
+        short = queries == 1 or (not torch.is_grad_enabled() and queries <= BLOCK)
         return ("sdpa", "documents", "eager", "flex") if short else ("documents", "sdpa", "eager", "flex")
     if queries < BUCKET:
         return ("sdpa", "eager", "flex", "documents")
