@@ -24,7 +24,18 @@ from bestiary.bridges.errors import KeyMismatch
 from bestiary.bridges.hub import resolve
 from bestiary.bridges.storage import read_rows
 from bestiary.models import Decoder, DecoderConfig
-from bestiary.verify.checks import Check, Outcome, exit_codes, failed, holds, judged, not_run, passed, run_level
+from bestiary.verify.checks import (
+    Check,
+    Outcome,
+    exit_codes,
+    failed,
+    holds,
+    judged,
+    not_run,
+    passed,
+    run_level,
+    unless_mismatched,
+)
 from bestiary.verify.gates import GATE_VERSION, OFFICIAL, Gates
 from bestiary.verify.hashes import altered_files, own_hashes, patched_functions, reference_hash, reference_modules
 from bestiary.verify.inputs import Inputs, tokens
@@ -38,6 +49,7 @@ BEYOND_WINDOW = 96
 CHUNK = 64
 OFFSET = 4096
 OFFSET_LENGTH = 48
+SCANNED_BYTES = 2**26
 
 
 @dataclass
@@ -163,6 +175,30 @@ def _tie(bench: Bench) -> Outcome:
     )
 
 
+def _not_finite(source: SafetensorsSource, name: str) -> int:
+    """How many elements of a stored tensor are NaN or infinite, read a block of rows at a time."""
+    info = source.infos[name]
+    if not info.dtype.is_floating_point or not prod(info.shape):
+        return 0
+    rows = max(1, SCANNED_BYTES * info.num_rows // (4 * prod(info.shape)))
+    starts = range(0, info.num_rows, rows)
+    blocks = (read_rows(source, name, start, min(start + rows, info.num_rows)) for start in starts)
+    return sum(int((~torch.isfinite(block.float())).sum()) for block in blocks)
+
+
+def _finite_weights(bench: Bench) -> Outcome:
+    """A weight that is not finite would make every logit of both sides so, and compare nothing."""
+    with SafetensorsSource(bench.folder) as source:
+        counts = {name: _not_finite(source, name) for name in source.infos}
+    broken = [name for name, count in counts.items() if count]
+    return holds(
+        not broken,
+        Exit.NUMERIC,
+        f"{len(broken)} stored tensors are not finite, first "
+        + "".join(f"{name} ({counts[name]} NaN or infinite values)" for name in broken[:1]),
+    )
+
+
 def _hf_config(bench: Bench) -> Any:
     with quiet():
         config = reference_class(bench.bridge.reference).config_class.from_pretrained(bench.folder)
@@ -172,7 +208,12 @@ def _hf_config(bench: Bench) -> Any:
 
 def _plan_v0(bench: Bench) -> list[Check]:
     checks = [Check(key, partial(_read_once, bench, key, shape)) for key, shape in bench.stored().items()]
-    return [*checks, Check("written once", partial(_written_once, bench)), Check("tie", partial(_tie, bench))]
+    return [
+        *checks,
+        Check("written once", partial(_written_once, bench)),
+        Check("tie", partial(_tie, bench)),
+        Check("finite weights", partial(_finite_weights, bench)),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ V1
@@ -290,6 +331,12 @@ def _plan_v8(bench: Bench) -> list[Check]:
     return checks
 
 
+IMPORTS: dict[str, tuple[str, Callable[[Bench], object]]] = {
+    "V0": ("import plan", Bench.plan),
+    "V1": ("import", Bench.exported),
+}
+"""What all checks of a level need; a mismatch there is the level's only check."""
+
 LEVELS: tuple[tuple[str, str, Callable[[Bench], list[Check]], Exit], ...] = (
     ("V0", "keys", _plan_v0, Exit.KEYS),
     ("V1", "round trip", _plan_v1, Exit.KEYS),
@@ -384,10 +431,11 @@ def _levels(bench: Bench, keep_going: bool, progress: Callable[[str], None]) -> 
     stopped: str | None = None
     for level, title, plan, on_error in LEVELS:
         progress(f"{bench.folder.name} {level} {title}")
-        checks = plan(bench)
         if stopped is not None:
-            results.append(not_run(level, title, checks, stopped))
+            results.append(not_run(level, title, plan(bench), stopped))
             continue
+        name, imported = IMPORTS.get(level, ("", Bench.stored))
+        checks = unless_mismatched(name, partial(imported, bench), partial(plan, bench))
         result, _ = run_level(level, title, checks, on_error=on_error, refusals_are_answers=False)
         results.append(result)
         codes += exit_codes(result)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from bestiary.bridges.errors import UnsupportedConfig, UnsupportedModelType
+from bestiary.bridges.errors import KeyMismatch, TiedHeadMismatch, UnsupportedConfig, UnsupportedModelType
 from bestiary.kernels.errors import BestiaryError
 from bestiary.verify.gates import Gate
 from bestiary.verify.inputs import Inputs
@@ -64,11 +64,13 @@ class Check:
         id: unique in its level, parts joined by "/", the tiny config first.
         run: gives the outcome; an exception of ours becomes a failure, a typed refusal a refusal.
         layer: the layer it looks at, for `--only layerN`; None: none in particular.
+        always: whether it runs whatever `--only` names, because it says why the others cannot.
     """
 
     id: str
     run: Callable[[], Outcome]
     layer: int | None = None
+    always: bool = False
 
 
 def passed(detail: str = "") -> Outcome:
@@ -114,6 +116,23 @@ def execute(check: Check, on_error: Exit) -> Outcome:
         return failed(on_error, f"{type(error).__name__}: {first}")
 
 
+def unless_mismatched(id: str, imported: Callable[[], object], plan: Callable[[], list[Check]]) -> list[Check]:
+    """The checks of `plan`, or one alone that fails with the whole text of a mismatch that `imported` raises.
+
+    Without an import every check would fail for the same reason, and the names of innocent keys would hide the culprit.
+    """
+    try:
+        imported()
+    except (KeyMismatch, TiedHeadMismatch) as error:
+        outcome = failed(Exit.KEYS, str(error))
+        return [Check(id, lambda: outcome, always=True)]
+    except (MemoryError, OSError):
+        raise
+    except Exception:  # noqa: BLE001 - each of the planned checks meets it again and reports it
+        return plan()
+    return plan()
+
+
 def selected(checks: Sequence[Check], only: Sequence[str]) -> list[Check]:
     """The checks that one of the `only` patterns names: `layerN`, a glob over the id, or a part of the id."""
     if not only:
@@ -121,7 +140,7 @@ def selected(checks: Sequence[Check], only: Sequence[str]) -> list[Check]:
 
     def named(check: Check) -> bool:
         parts = check.id.split("/")
-        return any(
+        return check.always or any(
             pattern == f"layer{check.layer}"
             or fnmatch.fnmatchcase(check.id, pattern)
             or fnmatch.fnmatchcase(check.id, pattern + "/*")

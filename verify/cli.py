@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of `verify-bridge TARGET…`."""
     parser = _Parser(
         prog="verify-bridge",
+        usage="verify-bridge [options] TARGET [TARGET …]\n       verify-bridge self-test [options] [FAMILY …]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -123,7 +125,7 @@ def _verify(args: argparse.Namespace) -> int:
     if args.json:
         _write(args.json, result.to_json())
     if args.json != "-":
-        print(text(result))
+        _say(text(result))
     return int(result.exit_code)
 
 
@@ -216,15 +218,24 @@ def _self_test(args: argparse.Namespace) -> int:
     if args.json:
         _write(args.json, result.to_json())
     if args.json != "-":
-        print(result.text())
+        _say(result.text())
     return int(result.exit_code)
 
 
 def _write(destination: str, text: str) -> None:
     if destination == "-":
-        print(text)
+        _say(text)
     else:
         Path(destination).write_text(text + "\n", encoding="utf-8")
+
+
+def _say(text: str) -> None:
+    """Prints to stdout. A reader that has had enough (`| head`) changes no exit code."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What is still buffered would fail once more when the interpreter ends, with a code of its own.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _progress(line: str) -> None:

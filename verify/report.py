@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from textwrap import wrap
 
 from bestiary.verify.verdict import Exit, Level, Report, Verdict
 
 MAX_LINES = 40
+MAX_FAILURES = 8
+WIDTH = 200
 _SHOWN = {"ok": "ok", "fail": "FAIL", "refused": "REFUSED", "inconclusive": "INCONCL", "not run": "not run"}
 
 
@@ -26,12 +29,33 @@ def _level(level: Level) -> str:
     return line + (f"   {', '.join(extra)}" if extra else "")
 
 
-def _failures(verdict: Verdict, limit: int) -> Iterator[str]:
+def _whole(text: str) -> list[str]:
+    """A text of several lines (which keys do not match, and what to do) without a cut, folded at `WIDTH`."""
+    return [
+        line
+        for part in text.splitlines()
+        for line in wrap(part, WIDTH, initial_indent="    ", subsequent_indent="      ", break_on_hyphens=False)
+    ]
+
+
+def _failures(verdict: Verdict, room: int) -> Iterator[str]:
+    """At most `MAX_FAILURES` findings; one of several lines in full where it fits into `room` lines, once."""
     found = [(level.id, item) for level in verdict.levels for item in level.findings if item.status != "refused"]
-    for level, item in found[:limit]:
-        yield f"  {level} {item.status:<12} {_cut(item.check, 44)}: {_cut(item.detail, 100)}"
-    if len(found) > limit:
-        yield f"  … and {len(found) - limit} more (--json FILE lists them)"
+    told: set[str] = set()
+    shown = 0
+    for level, item in found[: min(MAX_FAILURES, max(1, room))]:
+        head = f"  {level} {item.status:<12} {_cut(item.check, 44)}: "
+        block = [head + _cut(item.detail, 100)]
+        if "\n" in item.detail and item.detail not in told:
+            block = [head, *_whole(item.detail)]
+        if shown and len(block) > room:
+            break
+        told.add(item.detail)
+        room -= len(block)
+        shown += 1
+        yield from (line.rstrip() for line in block)
+    if len(found) > shown:
+        yield f"  … and {len(found) - shown} more (--json FILE lists them)"
 
 
 def _refusals(verdict: Verdict) -> Iterator[str]:
@@ -72,7 +96,7 @@ def family_lines(verdict: Verdict) -> list[str]:
         tail.append(f"  again             {verdict.repro}")
     tail.append(f"exit {int(verdict.exit_code)}  {verdict.verdict}  {verdict.seconds:.1f} s")
     room = MAX_LINES - len(lines) - len(tail) - 1
-    return [*lines, *_failures(verdict, max(1, min(8, room))), *tail]
+    return [*lines, *_failures(verdict, room), *tail]
 
 
 def summary_line(verdict: Verdict) -> str:

@@ -10,6 +10,7 @@ from bestiary.bridges import get_bridge
 from bestiary.verify.checkpoint import BEYOND_WINDOW, choose_tokens, run_checkpoint
 from bestiary.verify.cli import main
 from bestiary.verify.reference import Reference, quiet
+from bestiary.verify.report import MAX_LINES, family_lines
 from bestiary.verify.run import BadUsage
 from bestiary.verify.tiny import tiny_config
 from bestiary.verify.verdict import Exit
@@ -96,3 +97,71 @@ def test_the_command_takes_a_folder_and_a_token_file(tmp_path, capsys):
     assert "V8 checkpoint" in capsys.readouterr().out
     (tmp_path / "ids.json").write_text('{"a": 1}')
     assert main([str(folder), "--tokens", str(tmp_path / "ids.json"), "--quiet"]) == 7
+
+
+def _changed(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_missing_extra_and_mismatched_keys_are_one_failure_with_the_whole_text(tmp_path):
+    def change(tensors):
+        del tensors["model.layers.1.self_attn.k_proj.weight"]
+        tensors["model.layers.0.self_attn.frobnicate"] = torch.zeros(2)
+        tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(3, 5)
+
+    verdict = run_checkpoint(_changed(_saved(tmp_path, "qwen3", "square", shards=1), change))
+    assert verdict.exit_code == Exit.KEYS
+    level = verdict.levels[0]
+    assert (level.planned, level.failed) == (1, 1)
+    assert level.findings[0].check == "import plan"
+    shown = "\n".join(family_lines(verdict))
+    assert len(shown.splitlines()) <= MAX_LINES
+    for text in (
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.0.self_attn.frobnicate",
+        "model.layers.2.mlp.up_proj.weight",
+        "[3, 5]",
+        "[80, 80]",
+        "remedy",
+        "extend the rules of the bridge",
+    ):
+        assert text in level.findings[0].detail
+        assert text in shown
+
+
+def test_a_stored_head_that_differs_from_its_embedding_is_one_failure_of_v1(tmp_path):
+    folder = _saved(tmp_path, "qwen3", "mha", shards=1)  # tied
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    _changed(folder, lambda tensors: tensors.update({"lm_head.weight": embedding + 1}))
+    verdict = run_checkpoint(folder)
+    assert verdict.exit_code == Exit.KEYS
+    assert [level.status for level in verdict.levels] == ["ok", "fail", "not run"]
+    (finding,) = verdict.levels[1].findings
+    assert finding.check == "import"
+    assert "lm_head.weight" in finding.detail
+    assert "remedy" in finding.detail
+    assert all(line.strip() in "\n".join(family_lines(verdict)) for line in finding.detail.splitlines())
+
+
+def test_weights_that_are_not_finite_are_named_and_counted(tmp_path):
+    def change(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][2, 3:5] = torch.nan
+        tensors["model.layers.1.mlp.up_proj.weight"][7, 0] = torch.inf
+
+    verdict = run_checkpoint(_changed(_saved(tmp_path, "qwen3", "square", shards=1), change))
+    assert verdict.exit_code == Exit.NUMERIC
+    (finding,) = verdict.levels[0].findings
+    assert finding.check == "finite weights"
+    assert "model.layers.1.mlp.up_proj.weight (3 NaN or infinite values)" in finding.detail
+    assert "model.layers.1.mlp.up_proj.weight (3 NaN" in "\n".join(family_lines(verdict))
+
+
+def test_weights_are_scanned_in_blocks(tmp_path, monkeypatch):
+    folder = _saved(tmp_path, "qwen3", "square", shards=1)
+    _changed(folder, lambda tensors: tensors["model.embed_tokens.weight"][79].fill_(torch.nan))
+    monkeypatch.setattr("bestiary.verify.checkpoint.SCANNED_BYTES", 7 * 4 * 80)
+    (finding,) = run_checkpoint(folder).levels[0].findings
+    assert "model.embed_tokens.weight (80 NaN" in finding.detail

@@ -1,13 +1,14 @@
 """The command: help at once, exit codes of usage, JSON that is nothing but JSON."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
-from bestiary.verify.cli import main
-from bestiary.verify.verdict import Report
+from bestiary.verify.cli import build_parser, main
+from bestiary.verify.verdict import WORDS, Exit, Report
 
 
 def test_help_shows_examples_and_imports_no_torch():
@@ -15,6 +16,25 @@ def test_help_shows_examples_and_imports_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for text in ("verify-bridge qwen3", "self-test", "exit codes", "--only", "--tighten", "--seed"):
         assert text in done.stdout
+
+
+def test_help_names_the_self_test_in_its_usage_and_every_exit_code():
+    shown = build_parser().format_help()
+    assert "verify-bridge self-test [options] [FAMILY …]" in shown.partition("Does our")[0]
+    codes = shown.partition("exit codes")[2]
+    assert all(f"{int(code)} {WORDS[code]}"[:9] in codes for code in Exit)
+
+
+def test_a_reader_that_closes_stdout_changes_no_exit_code():
+    """The read end is closed before anything is written, as after `| head` has had enough."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "bestiary.verify.cli", "qwen3", "--level", "V0", "--quiet"]
+    for more in ([], ["--json", "-"]):
+        done = subprocess.run([*command, *more], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "BrokenPipe" not in done.stderr
+    os.close(writer)
 
 
 @pytest.mark.parametrize(

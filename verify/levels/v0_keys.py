@@ -11,7 +11,7 @@ from torch import Tensor
 from bestiary.bridges.errors import KeyMismatch, UnsupportedConfig
 from bestiary.kernels.errors import BestiaryError
 from bestiary.models.layers.rotary import rope_frequencies
-from bestiary.verify.checks import Check, Outcome, failed, holds, passed
+from bestiary.verify.checks import Check, Outcome, failed, holds, passed, unless_mismatched
 from bestiary.verify.lab import Lab
 from bestiary.verify.localise import layer_of
 from bestiary.verify.measure import bit_equal
@@ -139,20 +139,31 @@ def _refuses(lab: Lab, case: str, kind: str) -> Outcome:
 
 
 def plan(lab: Lab) -> list[Check]:
-    """One check for each tensor of Hugging Face's, then the whole of each config."""
+    """One check for each tensor of Hugging Face's, then the whole of each config; one alone where keys do not match."""
     checks = []
     for case in lab.cases:
-        checks += [
-            Check(f"{case}/{key}", partial(_read_once, lab, case, key), layer_of(key)) for key in lab.hf(case).state()
-        ]
-        checks += [
-            Check(f"{case}/written once", partial(_written_once, lab, case)),
-            Check(f"{case}/poison", partial(_poison, lab, case)),
-            Check(f"{case}/tie", partial(_tie, lab, case)),
-            Check(f"{case}/parameters", partial(_parameter_count, lab, case)),
-            Check(f"{case}/buffers", partial(_buffers, lab, case)),
-        ]
-    first = next(iter(lab.cases))
+        checks += unless_mismatched(
+            f"{case}/import plan", partial(_coverage, lab, case), partial(_plan_case, lab, case)
+        )
+    return checks
+
+
+def _plan_case(lab: Lab, case: str) -> list[Check]:
+    checks = [
+        Check(f"{case}/{key}", partial(_read_once, lab, case, key), layer_of(key)) for key in lab.hf(case).state()
+    ]
+    checks += [
+        Check(f"{case}/written once", partial(_written_once, lab, case)),
+        Check(f"{case}/poison", partial(_poison, lab, case)),
+        Check(f"{case}/tie", partial(_tie, lab, case)),
+        Check(f"{case}/parameters", partial(_parameter_count, lab, case)),
+        Check(f"{case}/buffers", partial(_buffers, lab, case)),
+    ]
+    return checks + (_plan_main_case(lab, case) if case == lab.main_case else [])
+
+
+def _plan_main_case(lab: Lab, first: str) -> list[Check]:
+    checks = []
     for stored, wanted in (
         (torch.bfloat16, torch.bfloat16),
         (torch.bfloat16, torch.float32),
