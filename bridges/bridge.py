@@ -89,11 +89,9 @@ class Bridge:
         """Name of the reference class: what `architectures` holds."""
         return self.reference.rpartition(":")[2]
 
-    def parse(self, json: Mapping[str, Any], *, source: str = "config.json", strict: bool = True) -> CheckpointConfig:
+    def parse(self, json: Mapping[str, Any], *, source: str = "config.json") -> CheckpointConfig:
         """Read a `config.json`.
 
-        Args:
-            strict: refuse fields nobody knows; False keeps them (what trainers wrote on a live config).
         Raises:
             UnsupportedConfig: names the field, its value and the remedy.
         """
@@ -113,8 +111,7 @@ class Bridge:
             )
         dtype = hf.dtype()
         quantization = hf.quantization(("mxfp4",) if self.rule_set.packed else ())
-        if strict:
-            hf.done()
+        hf.done()
         return CheckpointConfig(decoder, dtype, quantization, hf.kept(), hf.inert_everywhere())
 
     def parameters(self, config: DecoderConfig) -> dict[str, Shape]:

@@ -35,7 +35,7 @@ class ConfigChanged(BestiaryError):
     """`model.config` no longer describes the model that is about to be saved.
 
     Attributes:
-        fields: the `DecoderConfig` fields that differ.
+        fields: dotted names of the `DecoderConfig` fields that differ, or the HF name of a switch or type.
     """
 
     def __init__(self, fields: Iterable[str], *, what: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ def save_decoder(
     Raises:
         FolderNotEmpty: the folder has content and `overwrite` is False.
         ConfigChanged: somebody changed an architecture field of `model.config`.
+        UnsupportedConfig: somebody wrote another field there, which loading the export would refuse.
         UnsupportedLoad: an original that cannot take these weights.
         UnsupportedAdapter: what was trained does not fit into an adapter folder.
     """
@@ -188,11 +190,17 @@ def _complete(bridge: Bridge, model: Decoder, kept: Mapping[str, Any]) -> dict[s
 
 
 def _config_to_write(bridge: Bridge, model: Decoder) -> dict[str, Any]:
-    """`config_json` with what trainers wrote on a live `model.config`; a changed architecture field is an error."""
+    """`config_json` with what trainers wrote on a live `model.config`.
+
+    Raises:
+        ConfigChanged: an architecture field that differs from the model's.
+        UnsupportedConfig: any other field that loading the export would refuse.
+    """
     live = model.__dict__.get("_config")
     if live is None:
         return config_json(bridge, model)
-    parsed = bridge.parse(live.to_diff_dict(), source="model.config", strict=False)
+    _check_switches(bridge, model, live.to_dict() | {"model_type": live.model_type})  # to_dict gives the class's type
+    parsed = bridge.parse(live.to_diff_dict(), source="model.config")
     changed = _differences(parsed.decoder, model.decoder_config)
     if changed:
         raise ConfigChanged(
@@ -204,6 +212,16 @@ def _config_to_write(bridge: Bridge, model: Decoder) -> dict[str, Any]:
     return _complete(bridge, model, {**parsed.kept, **named})
 
 
+def _check_switches(bridge: Bridge, model: Decoder, live: Mapping[str, Any]) -> None:
+    """Refuse a changed type or switch by HF's own name: one that an export would reset may change no field of ours."""
+    if "text_config" in live:  # a multimodal config; its text part is compared field by field
+        return
+    exported = bridge.config_to_hf(model.decoder_config)
+    for name, value in exported.items():
+        if (name == "model_type" or isinstance(value, bool)) and live.get(name, value) != value:
+            raise ConfigChanged([name], what=f"model.config says {name} = {live[name]!r}, the model has {value!r}.")
+
+
 def _generation_to_write(model: Decoder) -> dict[str, Any] | None:
     live = model.__dict__.get("_generation_config")
     json: dict[str, Any] | None = model.hf_generation_config_json if live is None else live.to_diff_dict()
@@ -211,13 +229,22 @@ def _generation_to_write(model: Decoder) -> dict[str, Any] | None:
 
 
 def _differences(ours: DecoderConfig, theirs: DecoderConfig) -> list[str]:
-    unrelated = {"lora", "activation_checkpointing", "compile_blocks"}
-    names = [f.name for f in fields(DecoderConfig) if f.name not in unrelated]
-    return [name for name in names if getattr(ours, name) != getattr(theirs, name)]
+    """Dotted names of the fields that differ, down to the leaf where both sides have the same kind of thing."""
+    names = [f.name for f in fields(DecoderConfig) if f.compare and f.name != "lora"]
+    return [leaf for name in names for leaf in _leaves(name, getattr(ours, name), getattr(theirs, name))]
+
+
+def _leaves(path: str, ours: Any, theirs: Any) -> list[str]:
+    if ours == theirs:
+        return []
+    if not is_dataclass(ours) or type(ours) is not type(theirs):
+        return [path]
+    names = [f.name for f in fields(ours)]
+    return [leaf for name in names for leaf in _leaves(f"{path}.{name}", getattr(ours, name), getattr(theirs, name))]
 
 
 def _values(config: DecoderConfig, names: list[str]) -> str:
-    return ", ".join(f"{name} = {getattr(config, name)!r}" for name in names)
+    return ", ".join(f"{name} = {attrgetter(name)(config)!r}" for name in names)
 
 
 # ------------------------------------------------------------------------------------------------------ splicing

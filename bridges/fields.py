@@ -192,7 +192,7 @@ class HFFields:
             child.done()
 
     def kept(self) -> dict[str, Any]:
-        """What an export carries on: inert fields that are present, and unknown ones if `done` was not called."""
+        """What an export carries on: inert fields that are present, and unknown ones that are null."""
         inside = {name: value for part in self._parts for name, value in part.kept().items()}
         gone = (self._taken - self.inert_fields.keys()) | self._foreign
         return inside | {name: value for name, value in self.json.items() if name not in gone}

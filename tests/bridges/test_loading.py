@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from bestiary.bridges import get_bridge, load_decoder
 from bestiary.bridges.errors import (
     CheckpointNotFound,
-    ConfigChanged,
     CorruptCheckpoint,
     FolderNotEmpty,
     KeyMismatch,
@@ -397,34 +396,6 @@ def test_a_folder_with_content_is_refused_and_left_as_it_was(saved: Callable[[st
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     model.save_pretrained(tmp_path, overwrite=True)
     assert {path.name for path in tmp_path.iterdir()} >= {"notes.txt", "config.json", SINGLE}
-
-
-def test_what_trainers_write_on_the_config_is_exported(saved: Callable[[str], Path], tmp_path: Path) -> None:
-    model = AutoDecoder.from_pretrained(saved("qwen3"))
-    model.config.pad_token_id, model.config.eos_token_id, model.config.use_cache = 7, [8, 9], False
-    model.config.name_or_path = "org/base"
-    model.config.note_of_a_trainer = "kept"
-    model.generation_config.max_new_tokens = 11
-    out = model.save_pretrained(tmp_path / "out")
-    written = json.loads((out / "config.json").read_text())
-    assert (written["pad_token_id"], written["eos_token_id"], written["use_cache"]) == (7, [8, 9], False)
-    assert (written["_name_or_path"], written["note_of_a_trainer"]) == ("org/base", "kept")
-    assert reload(out).generation_config.max_new_tokens == 11
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "ours"),
-    [("rms_norm_eps", 1e-3, "norm"), ("num_hidden_layers", 2, "num_hidden_layers"), ("vocab_size", 5, "vocab_size")],
-)
-def test_a_changed_architecture_field_is_an_error(
-    saved: Callable[[str], Path], tmp_path: Path, field: str, value: float, ours: str
-) -> None:
-    model = AutoDecoder.from_pretrained(saved("qwen3_moe"))
-    setattr(model.config, field, value)
-    with pytest.raises(ConfigChanged) as caught:
-        model.save_pretrained(tmp_path / "out")
-    assert ours in caught.value.fields
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_ids_of_the_checkpoint_reach_the_export_unread(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
