@@ -210,9 +210,9 @@ class HFFields:
         self._taken |= {"dtype", "torch_dtype"}
         if name is None or name == "auto":
             return None
-        dtype = _DTYPES.get(name.removeprefix("torch."))
+        dtype = FLOAT_TYPES.get(name.removeprefix("torch."))
         if dtype is None:
-            raise self.unsupported("dtype", "is no float type.", remedy=f"one of {', '.join(_DTYPES)}", value=name)
+            raise self.unsupported("dtype", "is no float type.", remedy=f"one of {', '.join(FLOAT_TYPES)}", value=name)
         return dtype
 
     def padding_idx(self, default: int | None = None) -> int | None:
@@ -327,7 +327,7 @@ class HFFields:
         raise self.unsupported(name, f"is not of type {kind.__name__}.", remedy="correct the config", value=value)
 
 
-_DTYPES: Mapping[str, torch.dtype] = {
+FLOAT_TYPES: Mapping[str, torch.dtype] = {
     "float64": torch.float64,
     "float32": torch.float32,
     "float16": torch.float16,

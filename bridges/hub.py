@@ -23,6 +23,8 @@ def resolve(src: str | Path, *, revision: str | None = None) -> Path:
         CheckpointNotFound: no such folder, no such repository or revision, or no access to it.
         OfflineError: a hub id that is not cached while the hub cannot be reached.
     """
+    if not str(src).strip():
+        raise CheckpointNotFound(f"src = {src!r} names no checkpoint.", remedy=_REMEDY)
     path = Path(src).expanduser()
     if path.is_dir():
         return path

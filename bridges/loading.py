@@ -20,6 +20,7 @@ from bestiary.bridges.errors import (
     UnsupportedLoad,
     UnsupportedModelType,
 )
+from bestiary.bridges.fields import FLOAT_TYPES
 from bestiary.bridges.hub import CONFIG, GENERATION, resolve
 from bestiary.bridges.mxfp4 import dequantize
 from bestiary.bridges.peft_import import read_adapter
@@ -52,7 +53,7 @@ def load_checkpoint(
     bridge: Bridge,
     src: str | Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     lora: LoRAConfig | str | Path | None = None,
     mesh: Any = None,
@@ -65,7 +66,8 @@ def load_checkpoint(
 
     Args:
         src: a folder, or a hub id (`revision`: branch, tag or commit there).
-        dtype: of the parameters; None: what the config states, else that of the stored embedding.
+        dtype: of the parameters ("bfloat16" will do); None or "auto": what the config states, else that of the stored
+            embedding.
         lora: adapters to build in, the base frozen: fresh ones (B zero), or those of a PEFT folder or hub id.
         cls: the family class that was asked for.
         name: what to remember as `name_or_path`; None: `src`.
@@ -75,6 +77,12 @@ def load_checkpoint(
     if mesh is not None or backend != "native":
         option = f"mesh = {mesh!r}" if mesh is not None else f"backend = {backend!r}"
         raise UnsupportedLoad(f"{option} is not implemented.", remedy="leave it out: one device, the native backend")
+    asked, device = _float_type(dtype), _device(device)
+    if not (lora is None or isinstance(lora, LoRAConfig | str | Path)):
+        raise UnsupportedLoad(
+            f"lora = {lora!r} is a {type(lora).__name__}.",
+            remedy='LoRAConfig(r=8, alpha=16, targets=("*_proj",)) for fresh adapters, or a PEFT folder or hub id',
+        )
     folder = resolve(src, revision=revision)
     json = read_config(folder)
     parsed = bridge.parse(json, source=str(folder / CONFIG))
@@ -83,7 +91,7 @@ def load_checkpoint(
     family = _family(bridge, cls)
     with SafetensorsSource(folder) as source:
         plan = bridge.plan_import(config, source.infos, quantization=parsed.quantization, read_from=str(folder))
-        chosen = dtype or parsed.dtype or _stored_dtype(plan, source)
+        chosen = asked or parsed.dtype or _stored_dtype(plan, source)
         if adapter is not None:
             config = config.with_(lora=adapter.lora_for(chosen))
         model = family(config, dtype=chosen, device="meta")
@@ -120,6 +128,32 @@ def fill(model: Decoder, source: TensorSource, plan: Plan) -> None:
         raise KeyMismatch(mismatched=wrong, read_from=source.name, remedy="correct the rule of these parameters")
     if plan.duplicate_head is not None:
         _compare_head(source, plan, parameters)
+
+
+def _float_type(dtype: Any) -> torch.dtype | None:
+    """A float type from itself or its name; None for "auto"."""
+    if dtype is None or dtype == "auto":
+        return None
+    found = FLOAT_TYPES.get(str(dtype).removeprefix("torch."))
+    if found is None or not isinstance(dtype, torch.dtype | str):
+        raise UnsupportedLoad(
+            f"dtype = {dtype!r} is no type for parameters.",
+            remedy=f"one of {', '.join(f'torch.{name}' for name in FLOAT_TYPES)}, or None for the checkpoint's own",
+        )
+    return found
+
+
+def _device(device: Any) -> torch.device:
+    """A device that exists here."""
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, TypeError, AssertionError) as error:  # AssertionError: torch built without CUDA
+        raise UnsupportedLoad(
+            f"device = {device!r} cannot be used here ({str(error).splitlines()[0]}).",
+            remedy='"cpu", or "cuda" on a machine with a GPU and a torch built for it',
+        ) from error
+    return found
 
 
 def _family(bridge: Bridge, cls: type[Any] | None) -> type[Decoder]:
@@ -185,7 +219,9 @@ def _direct(source: TensorSource, part: Piece, target: Tensor) -> bool:
 
 def _rows(source: TensorSource, hub: HubTensor, start: int, stop: int) -> Tensor:
     stored = [read_rows(source, name, start, stop) for name in hub.stored]
-    return dequantize(*stored, name=hub.name) if hub.packed else stored[0]
+    if not hub.packed:
+        return stored[0]
+    return dequantize(*stored, name=hub.name, read_from=source.place(f"{hub.name}_scales"), first=start)
 
 
 def _compare_head(source: TensorSource, plan: Plan, parameters: Mapping[str, Tensor]) -> None:

@@ -33,27 +33,36 @@ def check_shapes(name: str, blocks: Sequence[int], scales: Sequence[int], *, rea
         )
 
 
-def dequantize(blocks: Tensor, scales: Tensor, *, name: str = "tensor") -> Tensor:
+def dequantize(
+    blocks: Tensor, scales: Tensor, *, name: str = "tensor", read_from: str | None = None, first: int = 0
+) -> Tensor:
     """Expand MXFP4 to bfloat16.
 
     Args:
         blocks: (…, G, 16) uint8, two values a byte, the low nibble first.
         scales: (…, G) uint8, the biased exponent of each block of 32.
-        name: for the error message.
+        name, read_from, first: for the error message: the tensor, its file, and which of its rows comes first here.
     Returns:
         (…, 32·G) bfloat16.
     Raises:
-        CorruptCheckpoint: shapes that do not fit, or scales that are all zero (every value would be below 2^-124:
-            the mark of a checkpoint whose scales were never written), or the reserved scale 255 (NaN).
+        CorruptCheckpoint: shapes that do not fit, or scales of an expert (or of all) that are all zero (every value
+            would be below 2^-124: the mark of scales that were never written), or the reserved scale 255 (NaN).
     """
-    check_shapes(name, blocks.shape, scales.shape)
-    if scales.numel() and not bool(scales.any()):
+    check_shapes(name, blocks.shape, scales.shape, read_from=read_from)
+    by_expert = scales.flatten(1) if scales.ndim > 2 else scales.reshape(1, -1)
+    empty = (by_expert == 0).all(dim=1).nonzero().flatten().tolist() if scales.numel() else []
+    if empty:
+        where = f" of expert {first + empty[0]}" if scales.ndim > 2 else ""
         raise CorruptCheckpoint(
-            f"{name}: every MXFP4 scale is 0.", remedy="the scales were lost on the way; fetch the checkpoint again"
+            f"{name}_scales: every MXFP4 scale is 0{where}.",
+            read_from=read_from,
+            remedy="the scales were lost on the way; fetch the checkpoint again",
         )
     if bool((scales == 255).any()):
         raise CorruptCheckpoint(
-            f"{name}: an MXFP4 scale is 255, which stands for NaN.", remedy="fetch the checkpoint again"
+            f"{name}_scales: an MXFP4 scale is 255, which stands for NaN.",
+            read_from=read_from,
+            remedy="fetch the checkpoint again",
         )
     wanted = blocks.new_empty(0, dtype=torch.bfloat16)
     if choose("mxfp4", {"triton": obstacle(wanted), "torch": None}) == "triton":

@@ -59,7 +59,14 @@ def load_decoder(src: str | Path, *, revision: str | None = None, **options: Any
     folder = resolve(src, revision=revision)
     if is_adapter(folder):
         return load_decoder(base_of(folder, options.pop("lora", None)), lora=folder, **options)
-    model_type = str(read_config(folder).get("model_type"))
+    model_type = read_config(folder).get("model_type")
+    if not isinstance(model_type, str):
+        stated = "states no model_type" if model_type is None else f"states model_type = {model_type!r}, no name"
+        raise UnsupportedModelType(
+            f"{CONFIG} {stated}.",
+            read_from=str(folder / CONFIG),
+            remedy=f"add the family of these weights, one of {', '.join(sorted(_points()))}",
+        )
     return get_bridge(model_type, read_from=str(folder / CONFIG)).load(folder, name=str(src), **options)
 
 

@@ -71,6 +71,9 @@ class TensorSource(Protocol):
     def name(self) -> str:
         """What to call the source in messages."""
 
+    def place(self, name: str) -> str:
+        """Where the tensor `name` lies, for messages: its file, or the source's own name."""
+
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out` (contiguous, CPU, of the stored dtype) with the rows from `start` on."""
 
@@ -89,6 +92,10 @@ class MemorySource:
     def __init__(self, tensors: Mapping[str, Tensor], name: str = "a state dict") -> None:
         self.tensors, self.name = tensors, name
         self.infos = {key: TensorInfo(tuple(value.shape), value.dtype) for key, value in tensors.items()}
+
+    def place(self, name: str) -> str:
+        """See `TensorSource`."""
+        return self.name
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         """See `TensorSource`."""
@@ -124,6 +131,10 @@ class SafetensorsSource:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def place(self, name: str) -> str:
+        """See `TensorSource`."""
+        return str(self.files[self.infos[name].file])
 
     def close(self) -> None:
         """Close the files; nothing can be read afterwards."""
@@ -201,7 +212,7 @@ def _read_header(descriptor: int, path: Path, position: int) -> dict[str, Tensor
     text = os.pread(descriptor, length, 8)
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
-    except (UnicodeDecodeError, ValueError) as error:
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise _corrupt(path, f"has a damaged header ({error})") from error
     if not isinstance(header, dict):
         raise _corrupt(path, "has a damaged header (no object)")
@@ -244,10 +255,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
     Raises:
-        CorruptCheckpoint: not JSON, or no object.
+        CorruptCheckpoint: not JSON, no object, or nested too deeply.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise _corrupt(path, "is nested too deeply to be read") from error
     except (UnicodeDecodeError, ValueError) as error:
         raise _corrupt(path, f"is no JSON ({error})") from error
     if not isinstance(content, dict):

@@ -96,9 +96,20 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of 5_000_000_000, "5GB" or "5GiB"."""
-    if isinstance(size, int):
-        return size
+    """Bytes of 5_000_000_000, "5GB" or "5GiB".
+
+    Raises:
+        UnsupportedLoad: it is no size, or not positive.
+    """
+    found = size if isinstance(size, int) and not isinstance(size, bool) else _from_text(size)
+    if found <= 0:
+        raise UnsupportedLoad(f"max_shard_size = {size!r} holds no tensor.", remedy='a positive size such as "5GB"')
+    return found
+
+
+def _from_text(size: Any) -> int:
+    if not isinstance(size, str):
+        raise UnsupportedLoad(f"max_shard_size = {size!r} is no size.", remedy='give bytes, or a string such as "5GB"')
     digits = size.rstrip("KMGIBkmgib ")
     unit = size[len(digits) :].strip().upper()
     if not digits.isdecimal() or unit not in _UNITS:
@@ -126,14 +137,20 @@ def staged(path: Path, *, overwrite: bool) -> Iterator[Path]:
 
     Raises:
         FolderNotEmpty: `path` has content and `overwrite` is False, or `path` is a file.
+        UnsupportedLoad: its parent is a file, or closed to us.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())) and not (overwrite and path.is_dir()):
         raise FolderNotEmpty(
             f"{path} {'is not empty' if path.is_dir() else 'is a file'}.",
             remedy="choose another folder, or pass overwrite=True (--overwrite) to replace the checkpoint in it",
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))
+    except OSError as error:
+        raise UnsupportedLoad(
+            f"{path} cannot be written ({error}).", remedy="choose a folder below one that you may write to"
+        ) from error
     try:
         yield folder
         folder.chmod(0o777 & ~_umask())

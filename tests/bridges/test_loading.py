@@ -233,11 +233,14 @@ def test_the_config_without_the_blocks_it_announces(checkpoint: Callable[[str], 
         AutoDecoder.from_pretrained(folder)
 
 
-def test_zeroed_scales(packed: Path) -> None:
-    name = f"{LAYER}.mlp.experts.down_proj"
-    edit_tensors(packed, lambda t: t[f"{name}_scales"].zero_())
-    with pytest.raises(CorruptCheckpoint, match=f"{name}: every MXFP4 scale is 0"):
+@pytest.mark.parametrize("expert", [0, 7])
+def test_zeroed_scales_of_one_expert(packed: Path, monkeypatch: pytest.MonkeyPatch, expert: int) -> None:
+    monkeypatch.setattr("bestiary.bridges.loading._CHUNK", 1)  # an expert at a time
+    name = f"{LAYER}.mlp.experts.down_proj_scales"
+    edit_tensors(packed, lambda t: t[name][expert].zero_())
+    with pytest.raises(CorruptCheckpoint, match=f"{name}: every MXFP4 scale is 0 of expert {expert}") as caught:
         AutoDecoder.from_pretrained(packed)
+    assert caught.value.read_from == str(packed / SINGLE)
 
 
 def test_scales_of_another_grid(packed: Path) -> None:
@@ -250,7 +253,9 @@ def test_scales_of_another_grid(packed: Path) -> None:
 # ------------------------------------------------------------------------------------------------- sources
 
 
-@pytest.mark.parametrize("src", ["./nowhere", "/nowhere/at/all", "no_such_folder", Path("org/name"), "x/y.gguf"])
+@pytest.mark.parametrize(
+    "src", ["", " ", "./nowhere", "/nowhere/at/all", "no_such_folder", Path("org/name"), "x/y.gguf"]
+)
 def test_a_path_that_leads_nowhere(src: str | Path) -> None:
     with pytest.raises(CheckpointNotFound) as caught:
         AutoDecoder.from_pretrained(src)
@@ -273,19 +278,22 @@ def test_an_id_that_no_hub_has(src: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "error"),
+    ("content", "error", "said"),
     [
-        (None, CheckpointNotFound),
-        ("{", CorruptCheckpoint),
-        ("[]", CorruptCheckpoint),
-        ("{}", UnsupportedModelType),
-        ('{"model_type": "llamantis"}', UnsupportedModelType),
+        (None, CheckpointNotFound, "no config"),
+        ("{", CorruptCheckpoint, "is no JSON"),
+        ("[]", CorruptCheckpoint, "no JSON object"),
+        ('{"a": ' + "[" * 100_000, CorruptCheckpoint, "nested too deeply"),
+        ("{}", UnsupportedModelType, "states no model_type"),
+        ('{"model_type": 3}', UnsupportedModelType, "model_type = 3"),
+        ('{"model_type": "llamantis"}', UnsupportedModelType, "'llamantis' has no bridge"),
     ],
+    ids=["absent", "half", "list", "deep", "empty", "number", "unknown"],
 )
-def test_a_config_that_is_none(tmp_path: Path, content: str | None, error: type[BestiaryError]) -> None:
+def test_a_config_that_is_none(tmp_path: Path, content: str | None, error: type[BestiaryError], said: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(error):
+    with pytest.raises(error, match=said):
         AutoDecoder.from_pretrained(tmp_path)
 
 
@@ -303,8 +311,23 @@ def test_a_subclass_gets_itself(saved: Callable[[str], Path]) -> None:
     assert type(Mine.from_pretrained(saved("qwen3"))) is Mine
 
 
-@pytest.mark.parametrize("options", [{"backend": "hf"}, {"mesh": object()}])
-def test_options_of_later_versions_are_refused(saved: Callable[[str], Path], options: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "hf"},
+        {"mesh": object()},
+        {"dtype": torch.int8},
+        {"dtype": "int8"},
+        {"dtype": 16},
+        {"device": "toaster"},
+        {"device": "cuda:99"},
+        {"lora": {"r": 2}},
+    ],
+    ids=str,
+)
+def test_options_that_nothing_can_be_built_from_are_refused(
+    saved: Callable[[str], Path], options: dict[str, object]
+) -> None:
     with pytest.raises(UnsupportedLoad, match=next(iter(options))):
         load_decoder(saved("qwen3"), **options)
 
@@ -318,6 +341,12 @@ def test_another_dtype_is_one_rounding_away(saved: Callable[[str], Path], model_
     for dtype in (torch.float64, torch.float16):
         cast = AutoDecoder.from_pretrained(saved(model_type), dtype=dtype)
         assert all(torch.equal(a.to(dtype), b) for a, b in zip(stored.parameters(), cast.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["float32", "torch.float32", "auto"])
+def test_a_dtype_by_its_name(saved: Callable[[str], Path], name: str) -> None:
+    model = load_decoder(saved("qwen3"), dtype=name)
+    assert model.dtype is (torch.bfloat16 if name == "auto" else torch.float32)
 
 
 def test_without_a_stated_dtype_the_stored_one_holds(checkpoint: Callable[[str], Path]) -> None:

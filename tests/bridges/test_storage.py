@@ -85,10 +85,17 @@ def test_sizes(text: int | str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["5", "GB", "5 bananas", "-1GB"])
-def test_no_sizes(text: str) -> None:
+@pytest.mark.parametrize("text", ["5", "GB", "5 bananas", "-1GB", "0GB", 0, -5, 1.5, True])
+def test_no_sizes(text: Any) -> None:
     with pytest.raises(UnsupportedLoad, match="max_shard_size"):
         parse_size(text)
+
+
+def test_a_target_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UnsupportedLoad, match="cannot be written"), staged(tmp_path / "file" / "out", overwrite=False):
+        pytest.fail("the body must not run")
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def header(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -113,6 +120,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no safetensors": (lambda d: (d / SINGLE).write_bytes(b"\x80\x02pickle" * 20), "truncated or no safetensors"),
     "no JSON": (lambda d: (d / SINGLE).write_bytes((4).to_bytes(8, "little") + b"{{{{"), "damaged header"),
     "no UTF-8": (lambda d: (d / SINGLE).write_bytes((4).to_bytes(8, "little") + b"\xff\xfe\xff\xfe"), "damaged header"),
+    "deep nesting": (
+        lambda d: (d / SINGLE).write_bytes((10**5).to_bytes(8, "little") + b"[" * 10**5),
+        "damaged header",
+    ),
     "no object": (lambda d: (d / SINGLE).write_bytes((2).to_bytes(8, "little") + b"[]"), "damaged header"),
     "a name twice": (
         lambda d: (d / SINGLE).write_bytes((14).to_bytes(8, "little") + b'{"a":1,"a":2} '),
