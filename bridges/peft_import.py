@@ -264,7 +264,7 @@ class _Reading:
         split: dict[int, list[tuple[str, str]]] = defaultdict(list)
         for module, depths in self.pairs.items():
             ours = naming.ruled(module)
-            barrier = self._barrier(module, self.owners.get(ours, []))
+            barrier = self._barrier(module, [] if ours is None else self.owners.get(ours, []))
             if barrier is not None:
                 self.extra += [f"{key} (outside {barrier})" for leaves in depths.values() for key in leaves.values()]
             elif ours in self.owners:

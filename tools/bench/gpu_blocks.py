@@ -23,9 +23,9 @@ BLOCKS: dict[str, tuple[str, Work]] = {
     "RMSNorm, scale then cast, 1 + w": ("norm", lambda x, w: rms_norm(x, w, 1e-6, plus_one=True, scale_then_cast=True)),
     "RoPE": ("rope", lambda x, w: _turned(x, interleaved=False)),
     "RoPE, interleaved": ("rope", lambda x, w: _turned(x, interleaved=True)),
-    "SwiGLU": ("activation", lambda x, w: gated(*x.chunk(2, -1), "silu")),
-    "GeGLU": ("activation", lambda x, w: gated(*x.chunk(2, -1), "gelu_pytorch_tanh")),
-    "clamped SwiGLU": ("activation", lambda x, w: clamped_swiglu(*x.chunk(2, -1), 1.702, 7.0)),
+    "SwiGLU": ("activation", lambda x, w: gated(*_halves(x), "silu")),
+    "GeGLU": ("activation", lambda x, w: gated(*_halves(x), "gelu_pytorch_tanh")),
+    "clamped SwiGLU": ("activation", lambda x, w: clamped_swiglu(*_halves(x), 1.702, 7.0)),
 }
 
 
@@ -43,6 +43,11 @@ def block_error(place: Place, dtype: torch.dtype, case: str, arm: str) -> dict[s
             float((is_.double() - wanted).norm() / wanted.norm()) for is_, wanted in zip(found, exact, strict=True)
         )
     }
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = x.chunk(2, -1)
+    return first, second
 
 
 def _turned(x: Tensor, *, interleaved: bool) -> Tensor:
