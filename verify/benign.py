@@ -187,13 +187,17 @@ def _gathered_tables(tables: Callable[..., tuple[Tensor, Tensor]]) -> Callable[.
     return gathered
 
 
-def _padding_counted(_positions: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Positions count padding: each row moves as a whole, and RoPE sees differences only."""
+def _from_the_first_token(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Positions start at the first real token: each row moves as a whole, and RoPE sees differences only."""
 
-    def positions(_key_valid: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
-        return torch.arange(past, past + length, device=device)[None]
+    def inputs(ids: Any, embeds: Any, mask: Any, position_ids: Any, borders: Any, cache: Any) -> Any:
+        if mask is not None and position_ids is None:
+            length = (ids if embeds is None else embeds).shape[1]
+            first = (mask != 0).int().argmax(-1, keepdim=True)
+            position_ids = (torch.arange(mask.shape[1])[None] - first).clamp(min=0)[:, -length:]
+        return read(ids, embeds, mask, position_ids, borders, cache)
 
-    return positions
+    return inputs
 
 
 # ------------------------------------------------------------------ norms, residuals, activations
@@ -414,9 +418,9 @@ REWRITES: tuple[Benign, ...] = (
         ours=patch("bestiary.models.layers.rotary:RotaryTable.__call__", _gathered_tables),
     ),
     Benign(
-        id="padding_counted",
-        what="positions that count padding: RoPE sees differences only",
-        ours=patch("bestiary.models.inputs:_positions", _padding_counted),
+        id="positions_from_the_first_token",
+        what="positions that start behind the padding on the left: RoPE sees differences only",
+        ours=patch("bestiary.models.decoder:read_inputs", _from_the_first_token),
         levels="V2,V5",
         applies=lambda config: LayerType.FULL in config.layer_types or config.sliding_window is not None,
     ),

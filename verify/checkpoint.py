@@ -344,7 +344,7 @@ LEVELS: tuple[tuple[str, str, Callable[[Bench], list[Check]], Exit], ...] = (
 )
 
 
-def choose_tokens(raw: dict[str, Any], config: DecoderConfig, token_ids: Sequence[int] | None, seed: int) -> list[int]:
+def choose_tokens(config: DecoderConfig, token_ids: Sequence[int] | None, seed: int) -> list[int]:
     """The given tokens, cut to what logits may take, or random ones that pass the window.
 
     Raises:
@@ -352,9 +352,8 @@ def choose_tokens(raw: dict[str, Any], config: DecoderConfig, token_ids: Sequenc
     """
     most = max(CHUNK, MAX_LOGIT_BYTES // (4 * config.vocab_size))
     if token_ids is None:
-        pad = raw.get("pad_token_id")
         length = min(most, (config.sliding_window or 256) + BEYOND_WINDOW)
-        return list(tokens(config.vocab_size, 1, length, seed, avoid=[] if pad is None else [pad])[0].tolist())
+        return list(tokens(config.vocab_size, 1, length, seed)[0].tolist())
     chosen = list(token_ids)[:most]
     if not chosen or min(chosen) < 0 or max(chosen) >= config.vocab_size:
         raise BadUsage(
@@ -393,7 +392,7 @@ def run_checkpoint(
             raw,
             bridge,
             Path(scratch),
-            choose_tokens(raw, config, token_ids, seed),
+            choose_tokens(config, token_ids, seed),
             gates or Gates(),
         )
         results, codes = _levels(bench, keep_going, progress or (lambda _: None))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,13 +109,6 @@ def _question(evidence: Evidence) -> tuple[Reference, Distance, float]:
     return reference, _forward(model, replay.inputs), lab.gates["V2"].limit
 
 
-def _explicit(inputs: Inputs) -> Inputs:
-    """The same with positions written out where padding decides them: Hugging Face does not derive them."""
-    if inputs.attention_mask is None or inputs.position_ids is not None:
-        return inputs
-    return replace(inputs, position_ids=(inputs.attention_mask.cumsum(-1) - 1).clamp(min=0))
-
-
 def _real(tensor: Tensor, inputs: Inputs) -> Tensor:
     """The values at tokens, without those at padding."""
     return tensor if inputs.attention_mask is None else tensor[inputs.attention_mask == 1]
@@ -125,7 +118,7 @@ def _forward(model: Decoder, inputs: Inputs) -> Distance:
     """Distance of the logits."""
     with torch.no_grad():
         ours = _real(model(**inputs.without_labels().kwargs())["logits"], inputs)
-    asked = _explicit(inputs.without_labels())
+    asked = inputs.without_labels()
     return lambda view: max_over_std(ours, _real(view.logits(asked), inputs))
 
 
@@ -175,7 +168,7 @@ class _Screen:
 
         handle = view.model.get_submodule(self.module).register_forward_hook(stop)
         try:
-            view.call(_explicit(self.inputs), use_cache=False)
+            view.call(self.inputs, use_cache=False)
         except _Reached as reached:
             return max_over_std(self.ours, _real(reached.output, self.inputs))
         finally:

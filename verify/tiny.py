@@ -54,7 +54,8 @@ BASE: Mapping[str, Any] = {
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "base": {},
-    "mha": {  # one KV head per head, large eps, irregular layers, the other setting of the tie
+    "mha": {  # one KV head per head, large eps, irregular layers, the other setting of the tie, a pad token in the text
+        "pad_token_id": 7,
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-3,
         "num_hidden_layers": 5,

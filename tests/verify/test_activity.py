@@ -12,7 +12,7 @@ from tests.verify.families import REFERENCES
 
 
 def _inputs(raw) -> Inputs:
-    return Inputs(tokens(raw["vocab_size"], 3, 72, 1, avoid=[0])).with_labels()
+    return Inputs(tokens(raw["vocab_size"], 3, 72, 1)).with_labels()
 
 
 @pytest.mark.parametrize("family", REFERENCES)

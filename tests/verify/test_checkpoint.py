@@ -85,9 +85,9 @@ def test_tokens_outside_the_vocabulary_are_wrong_usage(tmp_path, ids):
 def test_random_tokens_pass_the_window_and_long_texts_are_cut():
     raw = tiny_config(REFERENCES["gemma3_text"], "base")
     config = get_bridge("gemma3_text").parse(raw).decoder
-    assert len(choose_tokens(raw, config, None, 0)) == 16 + BEYOND_WINDOW
+    assert len(choose_tokens(config, None, 0)) == 16 + BEYOND_WINDOW
     large = config.with_(vocab_size=262144)
-    assert len(choose_tokens(raw, large, [1] * 5000, 0)) == 1024
+    assert len(choose_tokens(large, [1] * 5000, 0)) == 1024
 
 
 def test_the_command_takes_a_folder_and_a_token_file(tmp_path, capsys):

@@ -15,7 +15,7 @@ WITH_SDPA = ("qwen3", "gemma3_text", "qwen3_moe")  # GPT-OSS has no SDPA path
 
 
 def _inputs(vocab: int = 80) -> Inputs:
-    return Inputs(tokens(vocab, 2, 40, 1, avoid=[0])).with_labels()
+    return Inputs(tokens(vocab, 2, 40, 1)).with_labels()
 
 
 def _gradients(model):

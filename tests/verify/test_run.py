@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers.models.qwen3 import modeling_qwen3
 
+from bestiary.bridges import Bridge
 from bestiary.bridges.errors import UnsupportedConfig, UnsupportedModelType
 from bestiary.kernels import norm
 from bestiary.models import Decoder, DecoderConfig
@@ -78,17 +79,26 @@ def test_keep_going_runs_every_level():
     assert [level.status for level in verdict.levels] == ["fail"] * 4
 
 
-def test_a_missing_rule_ends_in_2_and_names_the_keys():
-    def drop(side: OurSide) -> None:
-        side.bridge(
-            lambda bridge: replace(
-                bridge, rules=tuple(r for r in bridge.rules if "q_norm" not in str(r) and "{q,k}_norm" not in str(r))
-            )
-        )
+def _without_norms(bridge: Bridge) -> Bridge:
+    return replace(
+        bridge, rules=tuple(r for r in bridge.rules if "q_norm" not in str(r) and "{q,k}_norm" not in str(r))
+    )
 
-    verdict = run("qwen3", pool=POOL, mutate_ours=drop)
+
+def test_a_missing_rule_ends_in_2_and_names_the_keys():
+    verdict = run("qwen3", pool=POOL, mutate_ours=lambda side: side.bridge(_without_norms))
     assert verdict.exit_code == Exit.KEYS
     assert "model.layers.0.self_attn.q_norm.weight" in verdict.keys.unexpected
+    level = verdict.levels[0]
+    assert (level.planned, level.failed) == (len(verdict.cases), len(verdict.cases))
+    assert [finding.check for finding in level.findings] == [f"{case}/import plan" for case in verdict.cases]
+    assert all("q_norm.weight" in item.detail and "remedy" in item.detail for item in level.findings)
+
+
+def test_only_a_layer_still_shows_why_nothing_can_be_imported():
+    verdict = run("qwen3", "V0", only=["layer0"], pool=POOL, mutate_ours=lambda side: side.bridge(_without_norms))
+    assert verdict.exit_code == Exit.KEYS
+    assert {finding.check.partition("/")[2] for finding in verdict.levels[0].findings} == {"import plan"}
 
 
 def test_a_field_that_is_ignored_ends_in_3_and_is_named():

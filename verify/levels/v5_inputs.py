@@ -125,6 +125,18 @@ def _padding_content(lab: Lab, case: str, side: str) -> Outcome:
     return _judge(lab, _rows(_ours(lab, case, other), mask), _rows(_ours(lab, case, one), mask), Replay(case, other))
 
 
+def _holes(lab: Lab, case: str) -> Outcome:
+    """Zeros inside a row: they hide tokens, and positions count through them as Hugging Face's do."""
+    inputs = lab.inputs(lab.cases[case], batch=3, length=3 * WINDOW, salt=10)
+    mask = torch.ones_like(inputs.input_ids)
+    mask[0, 5:9] = 0
+    mask[1, 2::5] = 0
+    mask[2, -4:-1] = 0
+    masked = Inputs(inputs.input_ids, attention_mask=mask)
+    ours, theirs = _ours(lab, case, masked), lab.hf(case).logits(masked)
+    return _judge(lab, _rows(ours, mask), _rows(theirs, mask), Replay(case, masked))
+
+
 def _full_mask(lab: Lab, case: str) -> Outcome:
     plain = lab.inputs(lab.cases[case], batch=2, length=3 * WINDOW, salt=5)
     masked = Inputs(plain.input_ids, attention_mask=torch.ones_like(plain.input_ids))
@@ -329,6 +341,7 @@ def plan(lab: Lab) -> list[Check]:
                 Check(f"{case}/{side} padding content", partial(_padding_content, lab, case, side)),
             ]
         checks += [
+            Check(f"{case}/mask with holes", partial(_holes, lab, case)),
             Check(f"{case}/full mask", partial(_full_mask, lab, case)),
             Check(f"{case}/packed", partial(_packed_positions, lab, case, 1)),
             Check(f"{case}/packed, two rows", partial(_packed_positions, lab, case, 2)),

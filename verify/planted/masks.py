@@ -129,14 +129,42 @@ def _positions_ignored_there(_module: Any, forward: Callable[..., Any]) -> Calla
     return lambda *args, **kwargs: forward(*args, **{**kwargs, "position_ids": None})
 
 
+def _counted(mask: Tensor) -> Tensor:
+    """Positions that only real tokens advance."""
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def _holes_skipped(read: Callable[..., Any]) -> Callable[..., Any]:
+    def inputs(ids: Any, embeds: Any, mask: Any, position_ids: Any, borders: Any, cache: Any) -> Any:
+        if mask is not None and position_ids is None:
+            length = (ids if embeds is None else embeds).shape[1]
+            position_ids = _counted(mask)[:, -length:]
+        return read(ids, embeds, mask, position_ids, borders, cache)
+
+    return inputs
+
+
+def _holes_skipped_there(_module: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask")
+        if mask is not None and kwargs.get("position_ids") is None:
+            kwargs["position_ids"] = _counted(mask)
+        return forward(*args, **kwargs)
+
+    return run
+
+
 # ------------------------------------------------------------------ the cache
 
 
-def _offset_ignored(_positions: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def positions(key_valid: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
-        return torch.arange(length, device=device)[None]
+def _offset_ignored(read: Callable[..., Any]) -> Callable[..., Any]:
+    def inputs(ids: Any, embeds: Any, mask: Any, position_ids: Any, borders: Any, cache: Any) -> Any:
+        if cache is not None and position_ids is None:
+            length = (ids if embeds is None else embeds).shape[1]
+            position_ids = torch.arange(length)[None]
+        return read(ids, embeds, mask, position_ids, borders, cache)
 
-    return positions
+    return inputs
 
 
 def _offset_ignored_there(_module: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -247,6 +275,15 @@ BUGS = (
         quick=("*padding*",),
     ),
     PlantedBug(
+        id="C16c_pad_token_trained",
+        cause="the lookup of the pad token passes a gradient on",
+        level="V4",
+        applies=lambda config: config.padding_idx is not None,
+        ours=adapted(lambda config: config.with_(padding_idx=None)),
+        reference=replay.attributes(replay.embedding, lambda _: None, "padding_idx"),
+        config_fields=("pad_token_id",),
+    ),
+    PlantedBug(
         id="C17a_position_ids_ignored",
         cause="position_ids are ignored",
         level="V5",
@@ -258,7 +295,7 @@ BUGS = (
         id="C17b_cache_offset_ignored",
         cause="positions start at 0 again behind a cache",
         level="V5",
-        ours=patch(f"{_INPUTS}:_positions", _offset_ignored),
+        ours=patch("bestiary.models.decoder:read_inputs", _offset_ignored),
         reference=replay.forwards(replay.backbone, _offset_ignored_there),
         quick=("*cache*",),
     ),
@@ -270,6 +307,14 @@ BUGS = (
         ours=built("bestiary.models.cache:Cache", _forgets_early),
         reference=_forgets_early_there,
         quick=("*cache*",),
+    ),
+    PlantedBug(
+        id="C17e_positions_skip_holes",
+        cause="positions leave out the zeros of the attention mask",
+        level="V5",
+        ours=patch("bestiary.models.decoder:read_inputs", _holes_skipped),
+        reference=replay.forwards(replay.backbone, _holes_skipped_there),
+        quick=("*mask with holes*",),
     ),
     PlantedBug(
         id="C17d_packed_documents_leak",
