@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bestiary.bridges.errors import ConfigChanged, FolderNotEmpty, KeyMismatch, UnsupportedAdapter, UnsupportedLoad
+from bestiary.bridges.errors import (
+    ConfigChanged,
+    FolderNotEmpty,
+    KeyMismatch,
+    UnsupportedAdapter,
+    UnsupportedConfig,
+    UnsupportedLoad,
+)
 from bestiary.bridges.hub import CONFIG, GENERATION
 from bestiary.bridges.loading import read_config
 from bestiary.bridges.peft import save_adapter
@@ -194,11 +201,30 @@ def _config_to_write(bridge: Bridge, model: Decoder) -> dict[str, Any]:
 
     Raises:
         ConfigChanged: an architecture field that differs from the model's.
-        UnsupportedConfig: any other field that loading the export would refuse.
+        UnsupportedConfig: any other field that loading the export would refuse, or read as another model.
     """
     live = model.__dict__.get("_config")
-    if live is None:
-        return config_json(bridge, model)
+    json = config_json(bridge, model) if live is None else _live_json(bridge, model, live)
+    again = _explicit(bridge.parse(json, source="the config.json to be written").decoder)
+    ours = _explicit(model.decoder_config)
+    lost = _differences(again, ours)
+    if lost:
+        raise UnsupportedConfig(
+            lost[0],
+            attrgetter(lost[0])(ours),
+            f"has no place in a config of transformers' {bridge.architecture}: an export would say "
+            f"{_values(again, lost[:1])}.",
+            read_from="model.decoder_config",
+            remedy="save model.state_dict(), or build the model from a config that this family has",
+        )
+    return json
+
+
+def _explicit(config: DecoderConfig) -> DecoderConfig:
+    return config.with_(sliding_rope=config.rope) if config.sliding_rope is None else config
+
+
+def _live_json(bridge: Bridge, model: Decoder, live: Any) -> dict[str, Any]:
     _check_switches(bridge, model, live.to_dict() | {"model_type": live.model_type})  # to_dict gives the class's type
     parsed = bridge.parse(live.to_diff_dict(), source="model.config")
     changed = _differences(parsed.decoder, model.decoder_config)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import transformers
 
 from bestiary.bridges.errors import ConfigChanged, UnsupportedConfig
-from bestiary.models import AutoDecoder
+from bestiary.models import AutoDecoder, Gemma3, resize_token_embeddings
 
 from .checkpoints import FAMILIES, reference_model, reload, tiny_config
 
@@ -100,3 +101,24 @@ def test_what_no_loader_would_take_back_is_refused_by_name(
     assert caught.value.read_from == "model.config"
     assert caught.value.remedy
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_padding_token_that_a_smaller_vocabulary_lost_is_refused(tmp_path: Path) -> None:
+    reference_model(tiny_config("qwen3", pad_token_id=1002)).save_pretrained(tmp_path / "hf")
+    model = AutoDecoder.from_pretrained(tmp_path / "hf")
+    resize_token_embeddings(model, 1000)
+    with pytest.raises(UnsupportedConfig, match=r"^pad_token_id = 1002 is outside the vocabulary of 1000"):
+        model.save_pretrained(tmp_path / "out")
+    model.config.pad_token_id = 3
+    assert AutoDecoder.from_pretrained(model.save_pretrained(tmp_path / "out")).decoder_config.vocab_size == 1000
+
+
+def test_an_architecture_that_the_family_cannot_state_is_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    config = AutoDecoder.from_pretrained(saved("gemma3_text")).decoder_config
+    odd = config.with_(attention=replace(config.attention, scale=0.3))
+    with pytest.raises(UnsupportedConfig, match=r"^attention\.scale = 0\.3 has no place") as caught:
+        Gemma3(odd).save_pretrained(tmp_path / "out")
+    assert caught.value.field == "attention.scale"
+    assert list(tmp_path.iterdir()) == []
+    one_rope = Gemma3(config.with_(sliding_rope=None)).save_pretrained(tmp_path / "out")
+    assert AutoDecoder.from_pretrained(one_rope).decoder_config.sliding_rope == config.rope
