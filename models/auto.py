@@ -17,7 +17,7 @@ class AutoDecoder:
     def from_pretrained(
         src: str | Path,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         lora: LoRAConfig | str | Path | None = None,
         mesh: Any = None,

@@ -70,7 +70,7 @@ class TrainerProtocol:
         cls,
         src: str | Path,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         lora: LoRAConfig | str | Path | None = None,
         mesh: Any = None,
@@ -82,7 +82,7 @@ class TrainerProtocol:
         Args:
             src: folder with config.json and safetensors, or a hub id such as "Qwen/Qwen3-0.6B"; or a PEFT adapter that
                 names its base.
-            dtype: of the parameters; None: the checkpoint's.
+            dtype: of the parameters, also by name ("bfloat16"); None: the checkpoint's.
             lora: adapters to build in, the base frozen: a LoRAConfig for fresh ones, or a PEFT folder or hub id.
             mesh: device mesh to shard over.   backend: "native".   revision: branch, tag or commit on the hub.
         Raises:
