@@ -313,7 +313,7 @@ class DecoderConfig:
             )
         if LayerType.SLIDING in self.layer_types and self.sliding_window is None:
             raise InvalidConfig(
-                "layer_types names sliding_attention and sliding_window is None.", remedy="give the window in tokens"
+                "sliding_window = None, and layer_types names sliding_attention.", remedy="give the window in tokens"
             )
         qk_norm = self.attention.qk_norm
         if qk_norm is not None and qk_norm.after_rope and qk_norm.span is QKNormSpan.FULL:

@@ -17,7 +17,7 @@ QWEN3, GEMMA3, MOE = Qwen3.sizes["0.6b"], Gemma3.sizes["270m"], Qwen3MoE.sizes["
     ("config", "changes", "said"),
     [
         (QWEN3, {"num_hidden_layers": 3}, "layer_types has 28 entries"),
-        (GEMMA3, {"sliding_window": None}, "sliding_window is None"),
+        (GEMMA3, {"sliding_window": None}, "sliding_window = None"),
         (QWEN3, {"attention": replace(QWEN3.attention, num_kv_heads=5)}, "num_kv_heads = 5"),
     ],
 )

@@ -354,7 +354,7 @@ HEADS: Attention = BASE.attention
 WRONG: dict[str, Any] = {
     "num_heads = 4 is not a multiple": lambda: BASE.with_(attention=replace(HEADS, num_kv_heads=3)),
     "layer_types has 2 entries": lambda: BASE.with_(layer_types=(LayerType.FULL,) * 2),
-    "sliding_window is None": lambda: BASE.with_(layer_types=(LayerType.SLIDING,) * 3),
+    "sliding_window = None": lambda: BASE.with_(layer_types=(LayerType.SLIDING,) * 3),
     "after_rope = True": lambda: BASE.with_(
         attention=replace(HEADS, qk_norm=QKNorm(span=QKNormSpan.FULL, after_rope=True))
     ),
