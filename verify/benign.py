@@ -294,8 +294,12 @@ def _every_expert(_loop: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _one_hot(_embed: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A product with one-hot rows instead of a lookup."""
 
-    def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-        return F.one_hot(ids, weight.shape[0]).to(weight.dtype) @ weight
+    def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+        rows = weight
+        if padding_idx is not None:
+            pad = torch.arange(weight.shape[0], device=weight.device)[:, None] == padding_idx % weight.shape[0]
+            rows = torch.where(pad, weight.detach(), weight)
+        return F.one_hot(ids, weight.shape[0]).to(weight.dtype) @ rows
 
     return embedding
 

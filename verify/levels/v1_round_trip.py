@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from bestiary.bridges import SafetensorsSource
+from bestiary.bridges.errors import UnsupportedConfig
 from bestiary.bridges.storage import read_json, read_rows
+from bestiary.kernels.errors import BestiaryError
 from bestiary.models import Decoder
 from bestiary.verify.checks import Check, Outcome, failed, holds, passed
 from bestiary.verify.lab import Lab
@@ -83,7 +85,11 @@ def _trip(lab: Lab, case: str, dtype: torch.dtype) -> Trip:
         hub = written(lab, case, dtype)
         ours = lab.ours.load(hub.folder)
         exported = lab.folder("v1", case, str(dtype), "ours")
-        lab.ours.current.save(ours, exported, max_shard_size=shard_size(ours.parameters()))
+        try:
+            lab.ours.current.save(ours, exported, max_shard_size=shard_size(ours.parameters()))
+        except UnsupportedConfig as error:  # no refusal: what the bridge has read it must be able to write
+            told = f"our export cannot be read back: {error.what}"
+            raise BestiaryError(told, remedy="correct config_to_hf") from error
         return Trip(ours, exported, read_all(exported), lab.ours.load(exported))
 
     return lab.once(("trip", case, dtype), travel)
