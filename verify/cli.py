@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-if TYPE_CHECKING:
-    from bestiary.verify.verdict import Verdict
+from bestiary.verify import outputs
+from bestiary.verify.destination import say
 
 USAGE_ERROR = 7
 
@@ -69,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--isolate", action="store_true", help="run our forward where transformers' models are blocked")
     parser.add_argument("--text", metavar="FILE", help="checkpoint: text to compare on, by the folder's tokenizer")
     parser.add_argument("--tokens", metavar="FILE", help="checkpoint: JSON list of token ids to compare on")
-    parser.add_argument("--json", metavar="FILE", help="write the verdict (- for stdout)")
+    outputs.add_options(parser, "json")
     parser.add_argument("--quiet", action="store_true", help="no progress lines on stderr")
     return parser
 
@@ -84,7 +82,7 @@ def build_self_test_parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="every registered bridge")
     parser.add_argument("--catalogue", action="append", default=[], metavar="MODULE", help="a module with more bugs")
     parser.add_argument("--seed", type=int, default=0, help="of weights and inputs; default: 0")
-    parser.add_argument("--json", metavar="FILE", help="write the result (- for stdout)")
+    outputs.add_options(parser, "json")
     parser.add_argument("--quiet", action="store_true", help="no progress lines on stderr")
     return parser
 
@@ -117,125 +115,46 @@ def _guarded(command: Any, args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    outputs.check(args)
+    from bestiary.bridges import registered_bridges
+    from bestiary.verify.api import verify
     from bestiary.verify.report import text
     from bestiary.verify.verdict import report
 
-    verdicts = _verdicts(args)
+    verdicts = [
+        verify(
+            target,
+            level=args.level,
+            only=args.only,
+            seed=args.seed,
+            keep_going=args.keep_going,
+            tighten=args.tighten,
+            config=args.config,
+            isolate=args.all or args.isolate,
+            text=args.text,
+            tokens=args.tokens,
+            progress=None if args.quiet else _progress,
+        )
+        for target in (list(registered_bridges()) if args.all else args.targets)
+    ]
+    _progress("")
     result = report(verdicts)
-    if args.json:
-        _write(args.json, result.to_json())
-    if args.json != "-":
-        _say(text(result))
+    if not outputs.write_report(args, result):
+        say(text(result))
     return int(result.exit_code)
 
 
-def _verdicts(args: argparse.Namespace) -> list[Verdict]:
-    from bestiary.bridges import registered_bridges
-    from bestiary.verify.gates import Gates
-    from bestiary.verify.hypotheses import explain
-    from bestiary.verify.run import run
-
-    gates = Gates().tightened(args.tighten)
-    targets = list(registered_bridges()) if args.all else args.targets
-    progress = None if args.quiet else _progress
-    found = []
-    for target in targets:
-        if _is_checkpoint(target):
-            from bestiary.verify.checkpoint import run_checkpoint
-
-            found.append(
-                run_checkpoint(
-                    target, seed=args.seed, gates=gates, token_ids=_token_ids(args, target), progress=progress
-                )
-            )
-            continue
-        found.append(
-            run(
-                target,
-                args.level,
-                args.seed,
-                only=[pattern for text in args.only for pattern in text.split(";")],
-                gates=gates,
-                keep_going=args.keep_going,
-                isolate=args.all or args.isolate,
-                cases=_cases(args.config),
-                explain=explain,
-                progress=progress,
-            )
-        )
-    _progress("")
-    return found
-
-
-def _is_checkpoint(target: str) -> bool:
-    """Whether a target is a folder or hub id rather than a model_type; a registered name wins over a folder."""
-    from importlib.metadata import entry_points
-
-    if target in entry_points(group="bestiary.bridges").names:
-        return False
-    return "/" in target or "\\" in target or Path(target).is_dir()
-
-
-def _cases(file: str | None) -> dict[str, dict[str, Any]] | None:
-    """One case from a config.json, None without."""
-    if file is None:
-        return None
-    from bestiary.bridges.storage import read_json
-
-    if not Path(file).is_file():
-        from bestiary.verify.run import BadUsage
-
-        raise BadUsage(f"--config {file} is no file.", remedy="give a config.json")
-    return {Path(file).stem: read_json(Path(file))}
-
-
-def _token_ids(args: argparse.Namespace, folder: str) -> list[int] | None:
-    """Token ids from `--tokens` or `--text`; None: the checkpoint run draws its own."""
-    from bestiary.verify.run import BadUsage
-
-    if args.tokens:
-        import json
-
-        ids = json.loads(Path(args.tokens).read_text(encoding="utf-8"))
-        if not isinstance(ids, list) or not all(isinstance(item, int) for item in ids):
-            raise BadUsage(f"{args.tokens} is no JSON list of integers.", remedy="write [1, 2, 3, …]")
-        return ids
-    if args.text:
-        from transformers import AutoTokenizer
-
-        text = Path(args.text).read_text(encoding="utf-8")
-        return list(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])
-    return None
-
-
 def _self_test(args: argparse.Namespace) -> int:
+    outputs.check(args)
     from bestiary.bridges import registered_bridges
     from bestiary.verify.self_test import self_test
 
     families = args.targets if args.targets and not args.all else list(registered_bridges())
     result = self_test(families, catalogues=args.catalogue, seed=args.seed, progress=None if args.quiet else _progress)
     _progress("")
-    if args.json:
-        _write(args.json, result.to_json())
-    if args.json != "-":
-        _say(result.text())
+    if not outputs.write_self_test(args, result):
+        say(result.text())
     return int(result.exit_code)
-
-
-def _write(destination: str, text: str) -> None:
-    if destination == "-":
-        _say(text)
-    else:
-        Path(destination).write_text(text + "\n", encoding="utf-8")
-
-
-def _say(text: str) -> None:
-    """Prints to stdout. A reader that has had enough (`| head`) changes no exit code."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # What is still buffered would fail once more when the interpreter ends, with a code of its own.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _progress(line: str) -> None:

@@ -1,0 +1,114 @@
+"""`verify`: one target, one typed verdict. The command `verify-bridge` calls this function."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from bestiary.bridges.storage import read_json
+from bestiary.verify.checkpoint import run_checkpoint
+from bestiary.verify.gates import Gates
+from bestiary.verify.hypotheses import explain
+from bestiary.verify.reference import ReferencePool
+from bestiary.verify.run import BadUsage, run
+from bestiary.verify.tiny import Raw
+from bestiary.verify.verdict import Verdict
+
+
+def verify(
+    target: str | Path,
+    *,
+    level: str | None = None,
+    only: Sequence[str] = (),
+    seed: int = 0,
+    keep_going: bool = False,
+    tighten: Sequence[str] = (),
+    config: str | Path | None = None,
+    isolate: bool = False,
+    text: str | Path | None = None,
+    tokens: str | Path | Sequence[int] | None = None,
+    progress: Callable[[str], None] | None = None,
+    pool: ReferencePool | None = None,
+) -> Verdict:
+    """Verifies a family on tiny configs, or a checkpoint folder on its own weights.
+
+    The keywords are the options of `verify-bridge`; a verdict is returned whatever it says, errors of usage are raised.
+
+    Args:
+        target: `model_type` of a registered bridge, or a checkpoint folder or hub id.
+        level: "V2", "V0..V2", "V0,V4"; None: all.
+        only: patterns of check ids, or `layerN`.
+        seed: of weights and inputs.
+        keep_going: run later levels after one failed.
+        tighten: stricter gates, e.g. ("V2=1e-12",).
+        config: a config.json to verify on in place of the tiny configs.
+        isolate: run our forward also where transformers' modelling files cannot be imported.
+        text: checkpoint: a text file to compare on, by the folder's own tokenizer.
+        tokens: checkpoint: token ids to compare on, or a JSON file with a list of them.
+        progress: called with a line before each level.
+        pool: references that earlier calls built, to share them.
+    Raises:
+        UnsupportedModelType, CheckpointNotFound, BadUsage, GateError: nothing can be verified so.
+    """
+    gates = Gates().tightened(tighten)
+    if is_checkpoint(str(target)):
+        return run_checkpoint(
+            target,
+            seed=seed,
+            gates=gates,
+            token_ids=_token_ids(text, tokens, target),
+            keep_going=keep_going,
+            progress=progress,
+        )
+    return run(
+        str(target),
+        level,
+        seed,
+        only=[pattern for one in only for pattern in one.split(";")],
+        gates=gates,
+        keep_going=keep_going,
+        isolate=isolate,
+        cases=_cases(config),
+        pool=pool,
+        explain=explain,
+        progress=progress,
+    )
+
+
+def is_checkpoint(target: str) -> bool:
+    """Whether a target is a folder or hub id rather than a model_type; a registered name wins over a folder."""
+    if target in entry_points(group="bestiary.bridges").names:
+        return False
+    return "/" in target or "\\" in target or Path(target).is_dir()
+
+
+def _cases(file: str | Path | None) -> dict[str, Raw] | None:
+    """One case from a config.json, None without."""
+    if file is None:
+        return None
+    if not Path(file).is_file():
+        raise BadUsage(f"--config {file} is no file.", remedy="give a config.json")
+    return {Path(file).stem: read_json(Path(file))}
+
+
+def _token_ids(
+    text: str | Path | None, tokens: str | Path | Sequence[int] | None, folder: str | Path
+) -> Sequence[int] | None:
+    """Token ids given, from a JSON file or from a text; None: the checkpoint run draws its own."""
+    if isinstance(tokens, str | Path):
+        try:
+            ids = json.loads(Path(tokens).read_text(encoding="utf-8"))
+        except ValueError:
+            ids = None
+        if not isinstance(ids, list) or not all(isinstance(item, int) for item in ids):
+            raise BadUsage(f"{tokens} is no JSON list of integers.", remedy="write [1, 2, 3, …]")
+        return ids
+    if tokens is not None:
+        return tokens
+    if text is None:
+        return None
+    from transformers import AutoTokenizer
+
+    return list(AutoTokenizer.from_pretrained(folder)(Path(text).read_text(encoding="utf-8"))["input_ids"])
