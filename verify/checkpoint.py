@@ -40,9 +40,10 @@ from bestiary.verify.gates import GATE_VERSION, OFFICIAL, Gates
 from bestiary.verify.hashes import altered_files, own_hashes, patched_functions, reference_hash, reference_modules
 from bestiary.verify.inputs import Inputs, tokens
 from bestiary.verify.measure import bit_equal
+from bestiary.verify.profiles import position_errors, record
 from bestiary.verify.reference import default_dtype, quiet, reference_class
 from bestiary.verify.run import BadUsage, environment
-from bestiary.verify.verdict import WORDS, Exit, Keys, Level, Verdict, first_present
+from bestiary.verify.verdict import WORDS, Exit, Keys, Level, Profile, Verdict, first_present
 
 MAX_LOGIT_BYTES = 2**30
 BEYOND_WINDOW = 96
@@ -63,6 +64,7 @@ class Bench:
     token_ids: Sequence[int]
     gates: Gates
     keys: Keys = field(default_factory=Keys)
+    profiles: list[Profile] = field(default_factory=list)
     _plan: Plan | KeyMismatch | None = None
     _logits: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -123,7 +125,10 @@ class Bench:
             model: Decoder = self.bridge.load(self.folder, dtype=torch.float32)
             with torch.no_grad():
                 for one in names:
-                    self._logits[one] = (model(**self.inputs(one).kwargs())["logits"][0], theirs[one])
+                    ours = model(**self.inputs(one).kwargs())["logits"][0]
+                    self._logits[one] = (ours, theirs[one])
+                    errors = position_errors(ours, theirs[one], scale=_spread(theirs[one]))
+                    record(self.profiles, "V8", one, self.gates["V8.max"].limit, positions=errors)
             del model
             gc.collect()
         return self._logits[name]
@@ -279,11 +284,15 @@ def _finite(bench: Bench, name: str) -> Outcome:
     )
 
 
+def _spread(logits: Tensor) -> float:
+    """Standard deviation of logits (T, V), from some positions."""
+    return float(logits[:: max(1, len(logits) // 16)].double().std())
+
+
 def _max(bench: Bench, name: str) -> Outcome:
     ours, theirs = bench.logits(name)
     worst = max(float((a - b).abs().max()) for a, b in zip(ours.split(CHUNK), theirs.split(CHUNK), strict=True))
-    spread = float(theirs[:: max(1, len(theirs) // 16)].double().std())
-    return judged(worst / spread, bench.gates["V8.max"])
+    return judged(worst / _spread(theirs), bench.gates["V8.max"])
 
 
 def _kl(bench: Bench, name: str) -> Outcome:
@@ -419,6 +428,7 @@ def run_checkpoint(
         levels=results,
         cases={"checkpoint": raw},
         keys=bench.keys,
+        profiles=bench.profiles,
         repro=f"verify-bridge {source} --seed {seed}",
         error="; ".join(tampered[:2]) or None,
     )

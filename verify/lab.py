@@ -19,7 +19,7 @@ from bestiary.verify.inputs import Inputs, tokens
 from bestiary.verify.reference import Reference, ReferencePool, hf_config, reference_class
 from bestiary.verify.side import OurSide, TheirSide
 from bestiary.verify.tiny import LENGTH, Raw
-from bestiary.verify.verdict import FieldFinding, Keys
+from bestiary.verify.verdict import FieldFinding, Keys, Profile
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Lab:
         gates: thresholds of this run.
         pool: built references; shared between runs where nothing of Hugging Face is mutated.
         isolate: whether our forward also runs in a process without transformers' modelling files.
-        keys, config: what V0 and V3 found, for the verdict.
+        keys, config, profiles: what V0, V3 and comparisons of logits found, for the verdict.
         varied: configs beside `cases` in which a check failed, by check id, so that they can be looked at again.
     """
 
@@ -54,6 +54,7 @@ class Lab:
     isolate: bool = False
     keys: Keys = field(default_factory=Keys)
     config: list[FieldFinding] = field(default_factory=list)
+    profiles: list[Profile] = field(default_factory=list)
     varied: dict[str, Raw] = field(default_factory=dict)
     _memo: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     _folder: tempfile.TemporaryDirectory[str] | None = None

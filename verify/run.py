@@ -234,6 +234,7 @@ def _verify(
         keys=lab.keys,
         config=lab.config,
         activity=activity,
+        profiles=lab.profiles,
         weak=weak,
         repro=_repro(lab, results, divergence),
         error="; ".join(filter(None, [refusal, *tampered[:2]])) or None,

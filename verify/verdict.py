@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SCHEMA = "bestiary.verdict/1"
 SCHEMA_FILE = Path(__file__).with_name("verdict.schema.json")
+MAX_POINTS = 128
+"""Entries of a profile along one axis."""
 
 
 class Exit(IntEnum):
@@ -142,13 +144,47 @@ class Hypothesis(_Strict):
 
 
 class FieldFinding(_Strict):
-    """One config field and value, how Hugging Face reacts to it and what ours did."""
+    """One config field and value, how Hugging Face reacts to it and what ours did.
+
+    Attributes:
+        before: the value it replaced in Hugging Face's config.
+        read_as: fields of our config that it changed, with both values.
+        read_in: the line of the bridge that names it.
+    """
 
     field: str
     value: Any
     kind: Literal["live", "shape", "train", "dead", "rejected"]
     ours: Literal["equal", "refused", "ignored", "different", "moved", "not compared"]
     note: str = ""
+    before: Any = None
+    read_as: list[str] = Field(default_factory=list)
+    read_in: str = ""
+
+
+class LayerError(_Strict):
+    """The worst figure of a layer's outputs, or of a module outside the layers (`layer` None); None: not finite."""
+
+    module: str
+    figure: float | None
+    layer: int | None = None
+    layer_type: str | None = None
+
+
+class Profile(_Strict):
+    """Where the error of one comparison lies: a level on one tiny config, or on one input of a checkpoint.
+
+    Attributes:
+        layers: in the order of execution.
+        positions: the worst figure of `stride` positions each, from position 0 on; None: not finite.
+    """
+
+    level: str
+    case: str
+    gate: float
+    layers: list[LayerError] = Field(default_factory=list, max_length=MAX_POINTS)
+    stride: int = Field(default=1, ge=1)
+    positions: list[float | None] = Field(default_factory=list, max_length=MAX_POINTS)
 
 
 class Keys(_Strict):
@@ -191,6 +227,7 @@ class Verdict(_Strict):
     keys: Keys = Field(default_factory=Keys)
     config: list[FieldFinding] = Field(default_factory=list)
     activity: dict[str, Activity] = Field(default_factory=dict)
+    profiles: list[Profile] = Field(default_factory=list)
     weak: list[str] = Field(default_factory=list)
     repro: str | None = None
     error: str | None = None

@@ -13,6 +13,7 @@ from bestiary.verify.delegation import delegates, isolated_logits
 from bestiary.verify.lab import Lab, count_layers
 from bestiary.verify.localise import ModuleMap, Pair, layer_of, pairs, trace_ours
 from bestiary.verify.measure import max_over_std
+from bestiary.verify.profiles import layer_errors, position_errors, record
 from bestiary.verify.reference import quiet
 from bestiary.verify.verdict import Exit
 
@@ -32,7 +33,9 @@ def _logits(lab: Lab, case: str) -> Tensor:
 
 def _compare_logits(lab: Lab, case: str) -> Outcome:
     inputs = lab.probe(case)
-    figure = max_over_std(_logits(lab, case), lab.hf(case).logits(inputs))
+    ours, theirs = _logits(lab, case), lab.hf(case).logits(inputs)
+    record(lab.profiles, "V2", case, lab.gates["V2"].limit, positions=position_errors(ours, theirs))
+    figure = max_over_std(ours, theirs)
     return judged(figure, lab.gates["V2"], replay=Replay(case, inputs))
 
 
@@ -71,7 +74,10 @@ def _pairs(lab: Lab, case: str) -> list[Pair]:
         inputs = lab.probe(case)
         batch, length = inputs.input_ids.shape
         names = ModuleMap(lab.ours.current.module_map)
-        return list(pairs(trace_ours(lab.model(case), inputs), lab.hf(case).trace(inputs), names, batch, length))
+        found = list(pairs(trace_ours(lab.model(case), inputs), lab.hf(case).trace(inputs), names, batch, length))
+        layers = layer_errors(found, lab.layer_types(case))
+        record(lab.profiles, "V2", case, lab.gates["V2"].limit, layers=layers)
+        return found
 
     return lab.once(("pairs", case), collect)
 

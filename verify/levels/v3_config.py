@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,17 +13,16 @@ from bestiary.bridges.errors import UnsupportedConfig
 from bestiary.kernels.errors import BestiaryError
 from bestiary.verify import gates
 from bestiary.verify.checks import Check, Outcome, Replay, failed, holds, judged, passed
+from bestiary.verify.coverage import Answer, finding
 from bestiary.verify.inputs import Inputs
 from bestiary.verify.lab import Lab
 from bestiary.verify.reference import hf_config
 from bestiary.verify.sweep import Kind, Variant, change, classify, must_refuse, variants
 from bestiary.verify.tiny import Raw
-from bestiary.verify.verdict import Exit, FieldFinding
+from bestiary.verify.verdict import Exit
 
 SHORT = 24  # below the original context of every scaled RoPE
 SMALLEST_VOCABULARY = 190
-
-Answer = Literal["equal", "refused", "ignored", "different", "moved", "not compared"]
 
 
 def probes(lab: Lab, field: str) -> list[Inputs]:
@@ -46,9 +45,7 @@ def _ours(lab: Lab, raw: Raw, inputs: Sequence[Inputs], *, train: bool = False) 
 
 
 def _note(lab: Lab, variant: Variant, kind: Kind, answer: Answer, note: str = "") -> None:
-    lab.config.append(
-        FieldFinding(field=variant.field, value=variant.value, kind=kind.value, ours=answer, note=note[:200])
-    )
+    lab.config.append(finding(lab, variant, kind, answer, note))
 
 
 def _names_field(error: UnsupportedConfig, variant: Variant) -> bool:

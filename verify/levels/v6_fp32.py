@@ -13,6 +13,7 @@ from bestiary.verify.checks import Check, Outcome, Question, Replay, holds, judg
 from bestiary.verify.inputs import Inputs
 from bestiary.verify.lab import Lab
 from bestiary.verify.measure import max_over_std, relative_rms
+from bestiary.verify.profiles import position_errors, record
 from bestiary.verify.reference import Reference
 from bestiary.verify.verdict import Exit
 
@@ -60,7 +61,9 @@ def _logits(lab: Lab, case: str) -> tuple[Tensor, Tensor]:
         model = lab.ours.build(raw, reference.state(), torch.float32)
         with torch.no_grad():
             ours: Tensor = model(**inputs.kwargs(), return_logits=True)["logits"]
-        return ours, reference.logits(inputs)
+        theirs = reference.logits(inputs)
+        record(lab.profiles, "V6", case, lab.gates["V6.max"].limit, positions=position_errors(ours, theirs))
+        return ours, theirs
 
     return lab.once(("fp32", case), run)
 
