@@ -9,12 +9,13 @@ BIN := .venv/bin
 LATEST := .venv-latest/bin
 CONSTRAINTS := tools/requirements/constraints.txt
 WHEEL := out/lint/installed
+OLDEST_TRITON := .venv-triton
 SELECT ?=
 COMMA := ,
 # Runs one installation step and prints its seconds, so that a target's own time can be read apart.
 timed = @echo "$(1)"; start=$$(date +%s); $(1) && echo "  took $$(( $$(date +%s) - start )) s"
 
-.PHONY: help venv demo test test-fast verify-all self-test verify-latest aot bench lint clean
+.PHONY: help venv demo test test-fast verify-all self-test verify-latest aot aot-oldest bench bench-full lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,10 +49,15 @@ aot: .venv/.stamp-dev ## every Triton kernel compiled for three generations of G
 	@mkdir -p out
 	$(BIN)/python -m bestiary.kernels.aot --cache out/aot --json out/aot.json
 
-bench: .venv/.stamp-dev ## benchmarks against the peers, T = 1024 and the blocks: out/bench.json, out/bench.md (25 minutes)
+aot-oldest: .venv/.stamp-dev $(OLDEST_TRITON)/.stamp ## the same with the triton that CUDA builds of torch pin (3.8)
+	@mkdir -p out
+	@PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -c "import triton; print('triton', triton.__version__)"
+	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m bestiary.kernels.aot --cache out/aot --json out/aot-oldest.json
+
+bench: .venv/.stamp-bench ## benchmarks against the peers, T = 1024 and the blocks: out/bench.json, out/bench.md (25 minutes)
 	$(BIN)/python -m bestiary.tools.bench
 
-bench-full: .venv/.stamp-dev ## the same and T = 2048
+bench-full: .venv/.stamp-bench ## the same and T = 2048
 	$(BIN)/python -m bestiary.tools.bench --full
 
 lint: .venv/.stamp-dev ## ruff, import-linter, and mypy on an installed wheel
@@ -62,7 +68,7 @@ lint: .venv/.stamp-dev ## ruff, import-linter, and mypy on an installed wheel
 	cd $(WHEEL) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p bestiary
 
 clean: ## remove the environments and everything that was built
-	rm -rf .venv .venv-latest build out bestiary.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-latest $(OLDEST_TRITON) build out bestiary.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # torch goes in first and pinned, so that nothing below can pull another build of it.
 .venv/.stamp-base: pyproject.toml $(CONSTRAINTS)
@@ -76,6 +82,10 @@ clean: ## remove the environments and everything that was built
 	$(call timed,$(BIN)/pip install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[dev$(COMMA)demo]')
 	@touch $@
 
+.venv/.stamp-bench: .venv/.stamp-dev tools/requirements/vllm.txt # vLLM, which only benchmarks need
+	$(call timed,$(BIN)/pip install --quiet --no-deps -r tools/requirements/vllm.txt)
+	@touch $@
+
 .venv/.stamp-demo: .venv/.stamp-base tools/requirements/demo.txt
 	$(call timed,$(BIN)/pip install --quiet --no-deps -r tools/requirements/demo.txt)
 	@touch $@
@@ -85,4 +95,10 @@ clean: ## remove the environments and everything that was built
 	test -x $(LATEST)/pip || $(PYTHON) -m venv .venv-latest
 	$(call timed,$(LATEST)/pip install --quiet -c $(CONSTRAINTS) torch setuptools)
 	$(call timed,$(LATEST)/pip install --quiet --no-build-isolation -e '.[peft]')
+	@touch $@
+
+# A folder in front of .venv's own packages: all but triton comes from there.
+$(OLDEST_TRITON)/.stamp: .venv/.stamp-base tools/requirements/triton-oldest.txt
+	rm -rf $(OLDEST_TRITON)
+	$(call timed,$(BIN)/pip install --quiet --no-deps --target $(OLDEST_TRITON) -r tools/requirements/triton-oldest.txt)
 	@touch $@

@@ -1,4 +1,4 @@
-"""How far the log-prob core is from float64, in bf16 and fp32, over numbers of chunks, and beside torch's kernel."""
+"""How far the log-prob core is from float64, in bf16 and fp32, over numbers of chunks, beside torch's and TRL's."""
 
 import sys
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
+from trl.kernels import ChunkedLogProbFunction
 
 from bestiary.kernels import vocab_tiles
 from bestiary.kernels.cross_entropy import linear_cross_entropy
@@ -54,35 +55,49 @@ def in_chunks(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     assert len(vocab_tiles.row_chunks(TOKENS, HIDDEN, VOCAB, torch.float32, held=1)) == count
 
 
-def theirs(count: int) -> Loss:
+def torchs(count: int) -> Loss:
     options = LinearCrossEntropyOptions(batch_chunk_size=TOKENS // count, chunking_method=None, acc_policy="accurate")
     return lambda hidden, weight, target: F.linear_cross_entropy(hidden, weight, target, options=options)
+
+
+def trls(monkeypatch: pytest.MonkeyPatch, count: int) -> Loss:
+    """Its torch code, since this is a CPU: `count` chunks of rows, and of the vocabulary, where dX adds up."""
+    monkeypatch.setattr(sys.modules[ChunkedLogProbFunction.__module__], "TOKEN_CHUNK_SIZE", TOKENS // count)
+    options = (None, 1.0, ("log_probs",))
+    return lambda hidden, weight, target: (
+        -ChunkedLogProbFunction.apply(hidden, weight, None, target, 1.0, VOCAB // count, *options)[0].mean()
+    )
 
 
 def test_bf16_errors_are_the_rounding_of_the_result_for_any_number_of_chunks(
     monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
-    """dX and dW within 1.5 × what rounding the exact gradient to bf16 costs, the loss to fp32; torch's grows."""
+    """dX and dW within 1.5 × what rounding the exact gradient to bf16 costs, the loss to fp32.
+
+    torch's dW grows with the chunks; both others round the logits to bf16, which their loss shows.
+    """
     truth = exact(*setting(torch.bfloat16))
     floor = [relative(gradient.to(torch.bfloat16).double(), gradient) for gradient in truth[1:]]
-    ours, torchs = {}, {}
+    ours, torch_errors, trl_errors = {}, {}, {}
     for count in CHUNKS:
         with monkeypatch.context() as patch:
             in_chunks(patch, count)
             ours[count] = errors(linear_cross_entropy, torch.bfloat16)
-        torchs[count] = errors(theirs(count), torch.bfloat16)
+            trl_errors[count] = errors(trls(patch, count), torch.bfloat16)
+        torch_errors[count] = errors(torchs(count), torch.bfloat16)
+    tables = {"ours": ours, "torch": torch_errors, "trl": trl_errors}
+    sys.stdout.write(f"bf16 rounding floor of dX, dW: {floor[0]:.2e} {floor[1]:.2e}\n")
     for count in CHUNKS:
-        figures = [
-            f"{who} {' '.join(f'{e:.2e}' for e in table[count])}" for who, table in (("ours", ours), ("torch", torchs))
-        ]
+        figures = [f"{who} {' '.join(f'{e:.2e}' for e in table[count])}" for who, table in tables.items()]
         record_property(f"bf16, {count} chunks: relative error of loss, dX, dW", "; ".join(figures))
         sys.stdout.write(f"bf16 {count:3d} chunks  {'   '.join(figures)}\n")
         assert ours[count][0] <= 1e-6
         assert ours[count][1] <= 1.5 * floor[0]
         assert ours[count][2] <= 1.5 * floor[1]
         assert ours[count][2] <= 1.01 * ours[1][2], "no growth with the number of chunks"
-    assert torchs[64][0] > 100 * ours[64][0]
-    assert torchs[64][2] > 1.5 * ours[64][2]
+    for theirs in (torch_errors, trl_errors):
+        assert theirs[64][0] > 100 * ours[64][0]
+    assert torch_errors[64][2] > 1.5 * ours[64][2]
 
 
 def test_fp32_errors_do_not_grow_with_the_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
