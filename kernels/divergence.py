@@ -4,19 +4,20 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from bestiary.kernels import divergence_chunked
 from bestiary.kernels.dispatch import choose
-from bestiary.kernels.divergence_chunked import Teacher
+from bestiary.kernels.divergence_chunked import Settings, Teacher
 from bestiary.kernels.divergence_terms import Kind, Measure
 from bestiary.kernels.errors import InvalidArgument
 from bestiary.kernels.log_prob import uncompiled
 from bestiary.kernels.log_prob_reference import LOGITS_PER_CHUNK, logits_of
 from bestiary.kernels.log_prob_terms import LogitMap
 from bestiary.kernels.precision import at_least_fp32
-from bestiary.kernels.selected import linear_selected_log_prob
+from bestiary.kernels.selected import selected_log_prob
+from bestiary.kernels.vocab_parallel import Local, localised
 
 Tail = Literal["bucket", "renormalise"]
 
@@ -63,6 +64,7 @@ def linear_divergence(
     reduction: Literal["mean", "sum", "none"] = "mean",
     token_weights: Tensor | None = None,
     num_items: Tensor | float | None = None,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """Divergence of a linear head from a teacher.
 
@@ -80,10 +82,12 @@ def linear_divergence(
         mask: (N,) bool, tokens that count; others are never read.
         reduction: "none" (N,), 0 where masked; "sum"; "mean": Σ w_i D_i / Σ w_i, or / num_items.
         token_weights: w, (N,), without gradient.
+        group: ranks that share the vocabulary, as in `linear_log_prob`; a `TeacherHead` is split as the student is, a
+            `TopK` is the same on every rank.
     Returns:
         In at least fp32, differentiable with respect to hidden, weight and bias.
     Raises:
-        InvalidArgument: shapes, vocabularies or options that do not fit; a DTensor.
+        InvalidArgument: shapes, vocabularies, placements or options that do not fit.
         LabelOutOfRange: a word of `TopK`.   UnsupportedDispatch: second-order gradients of the chunked implementation.
     Cost:
         `TeacherHead`: 6·N·H·V + 2·N·H_t·V FLOPs for a scalar, 8 and 4 with "none"; scratch: 2·R·V logits, at most
@@ -91,32 +95,45 @@ def linear_divergence(
     """
     measure, logit_map = _measure(kind, beta), LogitMap(divisor, softcap, temperature)
     dtype = at_least_fp32(torch.promote_types(hidden.dtype, weight.dtype))
-    _check(hidden, weight, teacher, mask, token_weights, reduction, num_items)
+    _check(hidden, weight, bias, teacher, mask, token_weights, reduction, num_items)
     counted = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device) if mask is None else mask
     share = counted.to(dtype) if token_weights is None else token_weights.detach().to(dtype).where(counted, 0.0)
     if reduction == "mean":
         items = torch.as_tensor(share.sum() if num_items is None else num_items, dtype=dtype, device=share.device)
         share = share / items.where(items != 0, 1.0)
     index = None if mask is None else mask.nonzero().squeeze(-1)
+    local = localised(hidden, weight, bias, counted, group)
     if isinstance(teacher, TopK):
         rows = slice(None) if index is None else index
         part = TopK(teacher.words[rows], teacher.log_prob[rows].detach().to(dtype), teacher.tail)
-        found = linear_selected_log_prob(
-            hidden[rows], weight, part.words, bias=bias, divisor=divisor, softcap=softcap, temperature=temperature
-        )
+        found = selected_log_prob(local._replace(hidden=local.hidden[rows], target=part.words), logit_map)
         values = measure.plain(*_over_words(part, found.log_prob, found.log_rest))
-        values = values if index is None else values.new_zeros(len(hidden)).index_put((index,), values)
+        values = values if index is None else values.new_zeros(len(share)).index_put((index,), values)
         return share * values if reduction == "none" else (share * values).sum()
-    other = Teacher(
-        teacher.hidden, teacher.weight, teacher.bias, LogitMap(teacher.divisor, teacher.softcap, temperature)
-    )
-    student = (hidden, weight, bias)
-    if choose("divergence", {"chunked": None, "reference": None}) == "reference":
+    other = _other(teacher, counted, group, local, temperature)
+    student = (local.hidden, local.weight, local.bias)
+    sharded = "its vocabulary is not split over ranks" if local.shard is not None else None
+    if choose("divergence", {"chunked": None, "reference": sharded}) == "reference":
         values = _reference(student, logit_map, other, measure, index, dtype)
         return share * values if reduction == "none" else (share * values).sum()
+    settings = Settings(logit_map, other, measure, index, dtype, local.vocab_size, local.shard)
     if reduction == "none":
-        return share * divergence_chunked.divergence(student, logit_map, other, measure, index, None, dtype)
-    return divergence_chunked.divergence(student, logit_map, other, measure, index, share, dtype)
+        return share * divergence_chunked.divergence(student, None, settings)
+    return divergence_chunked.divergence(student, share, settings)
+
+
+def _other(
+    teacher: TeacherHead, counted: Tensor, group: ProcessGroup | None, student: Local, temperature: float
+) -> Teacher:
+    """The teacher's part of the vocabulary on this rank, which must be the student's."""
+    local = localised(teacher.hidden, teacher.weight, teacher.bias, counted, group)
+    mine, other = ((x.vocab_size, len(x.weight), x.shard and x.shard.start) for x in (student, local))
+    if mine != other:
+        raise InvalidArgument(
+            f"student and teacher hold {mine[1]} and {other[1]} of {mine[0]} and {other[0]} words on this rank.",
+            remedy="split both heads over the ranks in the same parts",
+        )
+    return Teacher(local.hidden, local.weight, local.bias, LogitMap(teacher.divisor, teacher.softcap, temperature))
 
 
 def _over_words(teacher: TopK, log_prob: Tensor, log_rest: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,6 +183,7 @@ def _measure(kind: Kind, beta: float) -> Measure:
 def _check(
     hidden: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     teacher: TeacherHead | TopK,
     mask: Tensor | None,
     token_weights: Tensor | None,
@@ -175,8 +193,6 @@ def _check(
     tensors = {"hidden": hidden, "weight": weight}
     tensors |= {f"teacher.{name}": tensor for name, tensor in zip(teacher._fields[:2], teacher[:2], strict=True)}
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            raise InvalidArgument(f"{name} is a DTensor.", remedy=f"pass {name}.full_tensor()")
         if tensor.ndim != 2:
             raise InvalidArgument(f"{name} is {tuple(tensor.shape)}.", remedy="pass two dimensions")
     if hidden.shape[1] != weight.shape[1] or len(teacher[0]) != len(hidden):
@@ -184,6 +200,12 @@ def _check(
             f"hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}, the teacher's {tuple(teacher[0].shape)}.",
             remedy="pass (N, H), (V, H) and N rows of the teacher",
         )
+    biases = [("bias", bias, weight)]
+    if isinstance(teacher, TeacherHead):
+        biases.append(("teacher.bias", teacher.bias, teacher.weight))
+    for name, given, head in biases:
+        if given is not None and given.shape != head.shape[:1]:
+            raise InvalidArgument(f"{name} is {tuple(given.shape)}.", remedy=f"pass ({head.shape[0]},)")
     if isinstance(teacher, TeacherHead) and (
         teacher.weight.shape[0] != weight.shape[0] or teacher.weight.shape[1] != teacher.hidden.shape[1]
     ):

@@ -4,7 +4,7 @@ A scalar loss takes its gradients in the forward pass (6·N·H·V FLOPs for the 
 values compute the chunk again in the backward pass. Nothing but inputs and, for a scalar, gradients is kept in between.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from bestiary.kernels.divergence_terms import Measure
 from bestiary.kernels.log_prob_autograd import refuse_second_order
 from bestiary.kernels.log_prob_gradients import Gradients, Needs, bend
 from bestiary.kernels.log_prob_terms import LogitMap
+from bestiary.kernels.vocab_parallel import VocabShard
 from bestiary.kernels.vocab_tiles import Blocks, Tile, Vocabulary, row_chunks
 
 
@@ -24,11 +25,27 @@ class Teacher:
         self.bias, self.map = None if bias is None else bias.detach(), logit_map
 
 
+class Settings(NamedTuple):
+    """What a call is besides the student's tensors.
+
+    index: (n,) of the tokens that count, None: all.   dtype: of logits, sums and results.
+    vocab_size: of the whole vocabulary.   shard: this rank's part of both heads; None: it all.
+    """
+
+    map: LogitMap
+    teacher: Teacher
+    measure: Measure
+    index: Tensor | None
+    dtype: torch.dtype
+    vocab_size: int
+    shard: VocabShard | None
+
+
 class _Held:
     """Logits of one head for a chunk, all tiles in memory, and their normalisation."""
 
-    def __init__(self, vocabulary: Vocabulary, rows: int) -> None:
-        self.vocabulary, self._blocks = vocabulary, Blocks(vocabulary, rows, held=True)
+    def __init__(self, vocabulary: Vocabulary, rows: int, shard: VocabShard | None) -> None:
+        self.vocabulary, self._blocks, self._shard = vocabulary, Blocks(vocabulary, rows, held=True), shard
         self._top = self._log_sum = torch.empty(0)
 
     def fill(self, x: Tensor) -> None:
@@ -41,9 +58,12 @@ class _Held:
             top = values.amax(1).clamp_(min=torch.finfo(block.dtype).min)
             tops.append(top)
             masses.append((values - top[:, None]).exp_().sum(1))
-        top_of = torch.stack(tops)
-        self._top = top_of.amax(0)
-        self._log_sum = (torch.stack(masses) * (top_of - self._top).exp()).sum(0).log()
+        if not tops:  # a rank without any vocabulary
+            tops, masses = [self.x.new_full((len(x),), torch.finfo(self.x.dtype).min)], [self.x.new_zeros(len(x))]
+        self._top, mass = _joined(torch.stack((torch.stack(tops), torch.stack(masses)), 1))
+        if self._shard is not None:
+            self._top, mass = _joined(self._shard.gather(torch.stack((self._top, mass))[None]))
+        self._log_sum = mass.log()
 
     def block(self, tile: Tile) -> Tensor:
         """(R, tile.width) of the chunk, 0 in the padded columns."""
@@ -54,51 +74,56 @@ class _Held:
         return (self.block(tile)[:, : tile.real] - self._top[:, None]).sub_(self._log_sum[:, None])
 
 
+def _joined(parts: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest logit and mass relative to it, (R,), out of those of parts, (P, 2, R)."""
+    tops, masses = parts.unbind(1)
+    top = tops.amax(0)
+    return top, (masses * (tops - top).exp()).sum(0)
+
+
 class Problem:
-    """One call: two heads, and the tokens that count.
+    """One call: two heads, and the tokens that count."""
 
-    index: (n,) of these, None: all of (N,).
-    """
-
-    def __init__(
-        self,
-        student: tuple[Tensor, Tensor, Tensor | None],
-        logit_map: LogitMap,
-        teacher: Teacher,
-        measure: Measure,
-        index: Tensor | None,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, student: tuple[Tensor, Tensor, Tensor | None], settings: Settings) -> None:
         self._hidden, weight, bias = student
-        self._teacher, self._measure, self._index = teacher, measure, index
-        self._student = Vocabulary(weight, bias, logit_map, dtype)
-        self._tokens = len(self._hidden) if index is None else len(index)
-        self.dtype = dtype
+        self._settings, self._index, self.dtype = settings, settings.index, settings.dtype
+        self._student = Vocabulary(weight, bias, settings.map, settings.dtype)
+        self._tokens = len(self._hidden) if self._index is None else len(self._index)
 
     def run(self, share: Tensor | None, needs: Needs) -> tuple[Tensor, Gradients | None]:
         """(n,) divergences; with `share` (n,), the gradients of Σ share · divergence."""
-        reference = Vocabulary(self._teacher.weight, self._teacher.bias, self._teacher.map, self.dtype)
-        chunks = row_chunks(self._tokens, self._student.hidden_size, self._student.size, self.dtype, held=2)
+        teacher, measure, shard = self._settings.teacher, self._settings.measure, self._settings.shard
+        reference = Vocabulary(teacher.weight, teacher.bias, teacher.map, self.dtype)
+        # The same chunks on every rank of a split vocabulary: each is a few collectives.
+        size = self._student.size if shard is None else -(-self._settings.vocab_size // shard.ranks)
+        chunks = row_chunks(self._tokens, self._student.hidden_size, size, self.dtype, held=2)
         largest = max((rows.stop - rows.start for rows in chunks), default=0)
-        ours, theirs = _Held(self._student, largest), _Held(reference, largest)
+        ours, theirs = _Held(self._student, largest, shard), _Held(reference, largest, shard)
         gradients = None if share is None else Gradients(self._student, self._tokens, needs)
         found = [self._hidden.new_empty(0, dtype=self.dtype)]
         for rows in chunks:
             ours.fill(self._take(self._hidden, rows))
-            theirs.fill(self._take(self._teacher.hidden, rows))
-            terms = [self._measure.terms(ours.log_probs(tile), theirs.log_probs(tile)).sum(1) for tile in self._student]
-            found.append(torch.stack(terms).sum(0))
+            theirs.fill(self._take(teacher.hidden, rows))
+            terms = [measure.terms(ours.log_probs(tile), theirs.log_probs(tile)).sum(1) for tile in self._student]
+            found.append(self._total(terms, ours.x))
             if gradients is not None and share is not None:
                 self._differentiate(ours, theirs, share[rows], gradients, rows)
         if gradients is not None:
             gradients.finish()
+            if shard is not None and gradients.hidden is not None:
+                shard.sum_(gradients.hidden)
         return torch.cat(found), gradients
 
+    def _total(self, terms: list[Tensor], x: Tensor) -> Tensor:
+        """(R,) sum over the tiles of every rank."""
+        mine, shard = torch.stack([x.new_zeros(len(x)), *terms]).sum(0), self._settings.shard
+        return mine if shard is None else shard.gather(mine[None]).sum(0)
+
     def _differentiate(self, ours: _Held, theirs: _Held, share: Tensor, gradients: Gradients, rows: slice) -> None:
-        vocabulary, measure, pull = self._student, self._measure, torch.zeros_like(share)
+        vocabulary, measure, pull = self._student, self._settings.measure, torch.zeros_like(share)
         if measure.kind != "forward_kl":
-            for tile in vocabulary:
-                pull += measure.pull(ours.log_probs(tile), theirs.log_probs(tile)).sum(1)
+            terms = [measure.pull(ours.log_probs(tile), theirs.log_probs(tile)).sum(1) for tile in vocabulary]
+            pull = self._total(terms, ours.x)
         for tile in vocabulary:
             block = ours.block(tile)
             values = block[:, : tile.real]
@@ -132,13 +157,13 @@ class _Divergence(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         share: Tensor | None,
-        settings: tuple[Any, ...],
+        settings: Settings,
         differentiate: bool,
     ) -> Tensor:
         ctx.settings, ctx.share, ctx.held = settings, share, None
         ctx.save_for_backward(hidden, weight, bias)
         with torch.autocast(hidden.device.type, enabled=False):
-            problem = Problem((hidden, weight, bias), *settings)
+            problem = Problem((hidden, weight, bias), settings)
             part = None if share is None else problem.take_all(share)
             wanted = differentiate and any(ctx.needs_input_grad)
             values, ctx.held = problem.run(part if wanted else None, ctx.needs_input_grad[:3])
@@ -150,7 +175,7 @@ class _Divergence(torch.autograd.Function):
         hidden, weight, bias = ctx.saved_tensors
         held, ctx.held = ctx.held, None
         with torch.autocast(hidden.device.type, enabled=False):
-            problem = Problem((hidden, weight, bias), *ctx.settings)
+            problem = Problem((hidden, weight, bias), ctx.settings)
             if held is None:
                 share = upstream if ctx.share is None else upstream * ctx.share
                 held = problem.run(problem.take_all(share), ctx.needs_input_grad[:3])[1]
@@ -164,16 +189,7 @@ class _Divergence(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None, None, None
 
 
-def divergence(
-    student: tuple[Tensor, Tensor, Tensor | None],
-    logit_map: LogitMap,
-    teacher: Teacher,
-    measure: Measure,
-    index: Tensor | None,
-    share: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def divergence(student: tuple[Tensor, Tensor, Tensor | None], share: Tensor | None, settings: Settings) -> Tensor:
     """(N,) divergences, 0 where a token does not count; with `share` (N,) the sum of share · divergence."""
-    settings = (logit_map, teacher, measure, index, dtype)
     out: Tensor = _Divergence.apply(*student, share, settings, torch.is_grad_enabled())
     return out

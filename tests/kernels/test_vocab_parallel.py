@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from bestiary.kernels.cross_entropy import linear_cross_entropy
-from bestiary.kernels.log_prob import linear_log_prob
+from bestiary.kernels.divergence import TeacherHead
 
 from .naive_head import Case, case
+from .vocab_parallel_worker import run
 
 WORLD, TOKENS, VOCAB = 2, 9, 203
 ALL = {"entropy": True, "top1": True, "logit_mean": True}
@@ -25,31 +26,71 @@ def weights(count: int) -> Tensor:
     return torch.linspace(0.5, 2.0, count, dtype=torch.float64)
 
 
+EVERY: dict[str, Any] = {
+    "label_smoothing": 0.1,
+    "z_loss": 0.01,
+    "class_weights": weights(VOCAB),
+    "token_weights": weights(TOKENS),
+}
+TARGET = case(TOKENS, VOCAB).target
+WORDS = torch.rand(TOKENS, VOCAB, generator=torch.Generator().manual_seed(4)).argsort(-1)[:, :5].clone()
+WORDS[3, 1:] = -1
+TOP_K = torch.randn(TOKENS, VOCAB, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+TOP_K = TOP_K.log_softmax(-1).gather(1, WORDS.clamp(min=0))
+TEACHER = (
+    torch.randn(TOKENS, 20, generator=torch.Generator().manual_seed(6), dtype=torch.float64),
+    torch.randn(VOCAB, 20, generator=torch.Generator().manual_seed(7), dtype=torch.float64),
+    torch.randn(VOCAB, generator=torch.Generator().manual_seed(8), dtype=torch.float64),
+)
+
+
+def split(function: str, sizes: list[int], **options: Any) -> dict[str, Any]:
+    """A job on parts of the vocabulary of these sizes."""
+    return {"way": "group", "function": function, "sizes": sizes, "options": options}
+
+
+def distributed(function: str, placement: Any, **options: Any) -> dict[str, Any]:
+    """A job on DTensors."""
+    return {"way": "dtensor", "function": function, "placement": placement, "options": options}
+
+
+TOP: dict[str, Any] = {"words": WORDS, "top_k": TOP_K}
 JOBS: dict[str, dict[str, Any]] = {
-    "log-probs": {"way": "group", "function": "log_prob", "options": ALL, "sizes": [64, 139]},
-    "log-probs, capped": {"way": "group", "function": "log_prob", "options": ALL | CAPPED, "sizes": [130, 73]},
-    "a rank with one word": {"way": "group", "function": "log_prob", "options": ALL, "sizes": [1, 202]},
-    "a rank without words": {"way": "group", "function": "log_prob", "options": ALL, "sizes": [203, 0]},
-    "loss": {"way": "group", "function": "loss", "options": {}, "sizes": [102, 101]},
-    "loss, capped": {"way": "group", "function": "loss", "options": CAPPED, "sizes": [102, 101]},
-    "loss with every option": {
-        "way": "group",
-        "function": "loss",
-        "options": {
-            "label_smoothing": 0.1,
-            "z_loss": 0.01,
-            "class_weights": weights(VOCAB),
-            "token_weights": weights(TOKENS),
-        },
-        "sizes": [60, 143],
-    },
-    "loss per token": {"way": "group", "function": "loss", "options": {"reduction": "none"}, "sizes": [102, 101]},
-    "DTensor, log-probs": {"way": "dtensor", "function": "log_prob", "options": ALL, "placement": Replicate()},
-    "DTensor, loss": {"way": "dtensor", "function": "loss", "options": {"z_loss": 0.1}, "placement": Replicate()},
-    "DTensor, split tokens": {"way": "dtensor", "function": "loss", "options": {}, "placement": Shard(0)},
+    "log-probs": split("log_prob", [64, 139], **ALL),
+    "log-probs, capped": split("log_prob", [130, 73], **ALL, **CAPPED),
+    "a rank with one word": split("log_prob", [1, 202], **ALL),
+    "a rank without words": split("log_prob", [203, 0], **ALL),
+    "a rank without a target of its own": split("log_prob", [60, 143], **ALL) | {"target": TARGET.clamp(max=59)},
+    "nothing but ignored tokens": split("log_prob", [60, 143], **ALL) | {"target": torch.full_like(TARGET, -100)},
+    "loss": split("loss", [102, 101]),
+    "loss, capped": split("loss", [102, 101], **CAPPED),
+    "loss with every option": split("loss", [60, 143], **EVERY),
+    "loss with every option, capped": split("loss", [150, 53], **EVERY, **CAPPED),
+    "loss per token": split("loss", [102, 101], reduction="none"),
+    "loss per token with every option": split("loss", [64, 139], reduction="none", **EVERY, **CAPPED),
+    "loss, a rank without words": split("loss", [0, 203], **EVERY),
+    "loss, a rank without a target": split("loss", [60, 143], **EVERY) | {"target": TARGET.clamp(max=59)},
+    "loss of nothing": split("loss", [60, 143], **EVERY) | {"target": torch.full_like(TARGET, -100)},
+    "loss by items": split("loss", [102, 101], num_items=11, **EVERY),
+    "selected": split("selected", [102, 101]) | TOP,
+    "selected, capped": split("selected", [1, 202], **CAPPED) | TOP,
+    "selected, a rank without words": split("selected", [203, 0], **CAPPED) | TOP,
+    "DTensor, log-probs": distributed("log_prob", Replicate(), **ALL),
+    "DTensor, loss": distributed("loss", Replicate(), z_loss=0.1),
+    "DTensor, loss with every option": distributed("loss", Replicate(), **EVERY, **CAPPED),
+    "DTensor, split tokens": distributed("loss", Shard(0)),
+    "DTensor, selected": distributed("selected", Replicate(), **CAPPED) | TOP,
     "FSDP": {"way": "fsdp"},
     "refused": {"way": "refused"},
 }
+for kind in ("forward_kl", "reverse_kl", "jsd"):
+    for reduction in ("mean", "none"):
+        JOBS[f"{kind}, {reduction}"] = split("divergence", [102, 101], kind=kind, reduction=reduction)
+    JOBS[f"{kind}, capped"] = split("divergence", [64, 139], kind=kind, **CAPPED)
+    JOBS[f"{kind}, a rank without words"] = split("divergence", [203, 0], kind=kind)
+    JOBS[f"{kind}, top-k"] = split("divergence", [102, 101], kind=kind, **CAPPED) | TOP
+    JOBS[f"{kind}, DTensor"] = distributed("divergence", Shard(0), kind=kind, **CAPPED)
+    JOBS[f"{kind}, top-k, DTensor"] = distributed("divergence", Replicate(), kind=kind) | TOP
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +102,7 @@ def inputs() -> Case:
 def ranks(tmp_path_factory: pytest.TempPathFactory, inputs: Case) -> list[dict[str, dict[str, Any]]]:
     """The results of every job on both ranks, from one pair of processes."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.save([{**inputs._asdict(), **job} for job in JOBS.values()], folder / "inputs.pt")
+    torch.save([{**inputs._asdict(), "teacher": TEACHER, **job} for job in JOBS.values()], folder / "inputs.pt")
     worker = Path(__file__).with_name("vocab_parallel_worker.py")
     common = [str(WORLD), str(folder / "store"), str(folder / "inputs.pt")]
     processes = [
@@ -74,19 +115,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, inputs: Case) -> list[dict[s
     return [dict(zip(JOBS, output, strict=True)) for output in outputs]
 
 
-def alone(job: dict[str, Any], inputs: Case) -> dict[str, Tensor]:
+def alone(job: dict[str, Any], inputs: Case) -> dict[str, Any]:
     """The same in this process, on the whole vocabulary."""
-    hidden, weight, target, bias = inputs.leaves()
-    if job["function"] == "log_prob":
-        out = linear_log_prob(hidden, weight, target, bias=bias, **job["options"])
-        found = {name: column.detach() for name, column in out._asdict().items() if column is not None}
-        mix = torch.arange(1.0, TOKENS + 1, dtype=torch.float64)
-        columns = (out.log_prob, out.lse, out.entropy, out.logit_mean)
-        sum(mix @ column for column in columns if column is not None).backward()
-    else:
-        loss = linear_cross_entropy(hidden, weight, target, bias=bias, **job["options"])
-        found = {"loss": loss.detach()}
-        (loss.sum() * 0.7).backward()
+    hidden, weight, _, bias = inputs.leaves()
+    found = run({"target": inputs.target, **job}, hidden, weight, bias, TeacherHead(*TEACHER))
     return {**found, "of_hidden": hidden.grad, "of_weight": weight.grad, "of_bias": bias.grad}
 
 
@@ -123,6 +155,8 @@ def test_fsdp_gathers_the_weight_and_each_rank_has_its_own_tokens(
         ("split columns", "weight is placed"),
         ("plain bias", "with a bias"),
         ("split tokens", "hidden is placed"),
+        ("teacher in one piece", "student and teacher hold"),
+        ("teacher in columns", "weight is placed"),
     ],
 )
 def test_what_cannot_mean_one_thing_is_refused(call: str, named: str, ranks: list[dict[str, dict[str, Any]]]) -> None:

@@ -15,23 +15,39 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from bestiary.kernels import vocab_tiles
 from bestiary.kernels.cross_entropy import linear_cross_entropy
+from bestiary.kernels.divergence import TeacherHead, TopK, linear_divergence
 from bestiary.kernels.errors import BestiaryError
 from bestiary.kernels.log_prob import linear_log_prob
+from bestiary.kernels.selected import linear_selected_log_prob
 
 Job = dict[str, Any]
 Results = dict[str, Tensor | str]
 
 
-def run(job: Job, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, **more: Any) -> Results:
-    """Values and the scalar that `job` differentiates; the caller reads gradients."""
+def run(job: Job, hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher: TeacherHead, **more: Any) -> Results:
+    """Values of the function that `job` names; a scalar made of all of them is differentiated.
+
+    Args:
+        teacher: of "divergence"; with `top_k` in the job its words and their log-probabilities take its place.
+        more: `group`, where there is one.
+    """
+    target, options = job["target"], job["options"]
+    mix = torch.arange(1.0, len(target) + 1, dtype=torch.float64)
     if job["function"] == "log_prob":
-        out = linear_log_prob(hidden, weight, target, bias=bias, **job["options"], **more)
+        out = linear_log_prob(hidden, weight, target, bias=bias, **options, **more)
         columns = {name: column for name, column in out._asdict().items() if column is not None}
-        mix = torch.arange(1.0, len(target) + 1, dtype=torch.float64)
         sum(mix @ column for name, column in columns.items() if name != "top1").backward()
         return {name: column.detach() for name, column in columns.items()}
-    loss = linear_cross_entropy(hidden, weight, target, bias=bias, **job["options"], **more)
-    (loss.sum() * 0.7).backward()
+    if job["function"] == "selected":
+        chosen = linear_selected_log_prob(hidden, weight, job["words"], bias=bias, **options, **more)
+        (mix @ chosen.log_prob.masked_fill(job["words"] < 0, 0.0)).sum().add(mix @ chosen.log_rest).backward()
+        return {name: column.detach() for name, column in chosen._asdict().items()}
+    if job["function"] == "divergence":
+        other = TopK(job["words"], job["top_k"]) if "top_k" in job else teacher
+        loss = linear_divergence(hidden, weight, other, bias=bias, mask=target != -100, **options, **more)
+    else:
+        loss = linear_cross_entropy(hidden, weight, target, bias=bias, **options, **more)
+    (mix[: loss.numel()].view_as(loss) * loss).sum().mul(0.7).backward()
     return {"loss": loss.detach()}
 
 
@@ -40,7 +56,9 @@ def by_group(job: Job, rank: int) -> Results:
     ours = slice(sum(job["sizes"][:rank]), sum(job["sizes"][: rank + 1]))
     hidden, weight = job["hidden"].clone().requires_grad_(), job["weight"][ours].clone().requires_grad_()
     bias = job["bias"][ours].clone().requires_grad_()
-    out = run(job, hidden, weight, bias, job["target"], group=dist.group.WORLD)
+    whole = TeacherHead(*job["teacher"])
+    teacher = whole._replace(weight=whole.weight[ours], bias=whole.bias[ours])
+    out = run(job, hidden, weight, bias, teacher, group=dist.group.WORLD)
     return {**out, "of_hidden": hidden.grad, "of_weight": weight.grad, "of_bias": bias.grad}
 
 
@@ -49,7 +67,9 @@ def by_dtensor(job: Job, world: int) -> Results:
     mesh = init_device_mesh("cpu", (world,))
     weight, bias = (distribute_tensor(job[name], mesh, [Shard(0)]).requires_grad_() for name in ("weight", "bias"))
     hidden = distribute_tensor(job["hidden"], mesh, [job["placement"]]).requires_grad_()
-    out = run(job, hidden, weight, bias, job["target"])
+    placements = (job["placement"], Shard(0), Shard(0))
+    teacher = (distribute_tensor(x, mesh, [place]) for x, place in zip(job["teacher"], placements, strict=True))
+    out = run(job, hidden, weight, bias, TeacherHead(*teacher))
     grads = {"of_hidden": hidden.grad, "of_weight": weight.grad, "of_bias": bias.grad}
     assert all(isinstance(gradient, DTensor) for gradient in grads.values())
     assert weight.grad.placements == (Shard(0),)
@@ -96,6 +116,16 @@ def refused(job: Job, world: int) -> Results:
     for name, (h, w, more) in calls.items():
         try:
             linear_log_prob(h, w, target, **more)
+            found[name] = "accepted"
+        except BestiaryError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    whole, placed = TeacherHead(*job["teacher"][:2]), distribute_tensor(hidden, mesh, [Replicate()])
+    for name, teacher in (
+        ("teacher in one piece", whole),
+        ("teacher in columns", whole._replace(weight=distribute_tensor(whole.weight, mesh, [Shard(1)]))),
+    ):
+        try:
+            linear_divergence(placed, split, teacher)
             found[name] = "accepted"
         except BestiaryError as error:
             found[name] = f"{type(error).__name__}: {error}"
