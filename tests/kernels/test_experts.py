@@ -205,3 +205,30 @@ def test_forced_choices_nest() -> None:
         with pytest.raises(UnsupportedDispatch), force(experts="grouped"):
             experts_mlp(*inputs, gate_up, down)
         experts_mlp(*inputs, gate_up, down)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [(0, 1, 7, 63, 65), (65, 0, 63, 1, 7), (7, 65, 1, 63, 0)])
+def test_any_number_of_tokens_an_expert_is_exact(counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    """None, one, odd, and one below and above 64, the empty expert first, between and last; gradients of all leaves."""
+    expert = torch.arange(EXPERTS).repeat_interleave(torch.tensor(counts))
+    indices = expert[torch.randperm(len(expert), generator=torch.Generator().manual_seed(1))][:, None]
+    (x, _, weights), *linears = setting(dtype, tokens=len(expert), top_k=1, bias=True, lora=True)
+    found = []
+    for implementation, wide in (("grouped", dtype), ("loop", torch.float64)):
+        leaves = [t.to(wide, copy=True).requires_grad_() for t in (x, weights)]
+        copies = []
+        for linear in linears:
+            tensors = {n: t.to(wide, copy=True).requires_grad_() for n, t in vars(linear).items() if isinstance(t, Tensor)}
+            leaves += tensors.values()
+            copies.append(replace(linear, **tensors))
+        with force(experts=implementation):
+            out = experts_mlp(leaves[0], indices, leaves[1], *copies)
+        out.backward(torch.linspace(-1, 1, out.numel()).view_as(out).to(dtype).to(wide))
+        found.append([out.detach(), *(leaf.grad for leaf in leaves)])
+        for leaf in leaves[2:]:
+            assert leaf.grad.shape == leaf.shape
+            assert not leaf.grad[counts.index(0)].any()
+            assert all(leaf.grad[e].any() for e in range(EXPERTS) if counts[e])
+    for ours, exact in zip(*found, strict=True):
+        assert (ours.double() - exact).norm() <= 32 * torch.finfo(dtype).eps * exact.norm()
