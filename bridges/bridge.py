@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 
 # What a contradiction inside a DecoderConfig is called in HF's files, where the names differ.
-_HF_NAMES = {"router.top_k": "num_experts_per_tok", "num_heads": "num_attention_heads"}
+_HF_NAMES = {
+    "router.top_k": "num_experts_per_tok",
+    "num_heads": "num_attention_heads",
+    "attention.dropout": "attention_dropout",
+}
 
 
 @dataclass(frozen=True)

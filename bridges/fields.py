@@ -7,7 +7,6 @@ what does not change a logit. Whatever is left, `done()` refuses by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from enum import StrEnum
 from math import inf
 from typing import Any, TypeVar
 
@@ -15,10 +14,9 @@ import torch
 
 from bestiary.bridges.errors import UnsupportedConfig
 from bestiary.bridges.rope import rope_from_hf
-from bestiary.models.config import DecoderConfig, LayerType, Rope
+from bestiary.models.config import Activation, DecoderConfig, LayerType, Rope
 
 T = TypeVar("T")
-E = TypeVar("E", bound=StrEnum)
 
 
 class _Absent:
@@ -28,6 +26,14 @@ class _Absent:
 
 ABSENT = _Absent()
 ANY = None
+
+# Other names that transformers has for the same function; in narrow dtypes the formulas written out round otherwise.
+SAME_ACTIVATION: Mapping[str, str] = {
+    "swish": "silu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_python_tanh": "gelu_pytorch_tanh",
+}
 
 # Fields of transformers' base class: why they change no logit, the values at which that holds (ANY: all), their names.
 _BASE: tuple[tuple[str, tuple[Any, ...] | None, str], ...] = (
@@ -123,16 +129,18 @@ class HFFields:
             return None
         return self.take(name, kind, ABSENT if default is None else default)
 
-    def choice(self, name: str, options: type[E], default: E) -> E:
-        """`take` of a name that is a member of `options`.
+    def activation(self, name: str, default: Activation) -> Activation:
+        """`take` of the name of a gate activation.
 
         Raises:
-            UnsupportedConfig: lists the members.
+            UnsupportedConfig: lists what there is.
         """
         value = self.take(name, str, default.value)
-        if value not in list(options):
-            raise self.unsupported(name, "is not implemented.", remedy=f"one of {', '.join(options)}")
-        return options(value)
+        value = SAME_ACTIVATION.get(value, value)
+        if value not in list(Activation):
+            known = ", ".join([*Activation, *SAME_ACTIVATION])
+            raise self.unsupported(name, "is not implemented.", remedy=f"one of {known}")
+        return Activation(value)
 
     def inert(self, name: str, *, allowed: Iterable[Any] | None = ANY, why: str) -> None:
         """Declare that `name`, at one of the `allowed` values (None: at any), changes nothing we compute.
@@ -221,6 +229,10 @@ class HFFields:
         if found is not None and (isinstance(found, bool) or not isinstance(found, int)):
             raise self.unsupported("pad_token_id", "is no token id.", remedy="an integer, or null")
         return found
+
+    def attention_dropout(self) -> float:
+        """`attention_dropout`, which acts in training alone."""
+        return self.take("attention_dropout", float, 0.0)
 
     def initializer_range(self) -> float:
         """`initializer_range`, the standard deviation of fresh weights."""
@@ -346,6 +358,7 @@ def usual_fields(config: DecoderConfig) -> dict[str, Any]:
         "num_key_value_heads": config.attention.num_kv_heads,
         "head_dim": config.attention.head_dim,
         "attention_bias": config.attention.qkv_bias,
+        "attention_dropout": config.attention.dropout,
         "rms_norm_eps": config.norm.eps,
         "tie_word_embeddings": config.tie_word_embeddings,
         "max_position_embeddings": config.max_position_embeddings,

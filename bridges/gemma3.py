@@ -80,9 +80,8 @@ def _text_config(hf: HFFields) -> DecoderConfig:
     bias = hf.take("attention_bias", bool, False)
     for name in ("sliding_window_pattern", "_sliding_window_pattern"):
         hf.inert(name, why="layer_types wins over it, and exports spell it out")
-    hf.inert("attention_dropout", allowed=(0.0, None), why="attention has no dropout here")
     hf.inert("attn_logit_softcapping", allowed=(None,), why="Gemma3Attention never applies it")
-    hf.inert("use_bidirectional_attention", allowed=(False, None), why="embedding models attend both ways")
+    both_ways = hf.take_optional("use_bidirectional_attention", bool, False) or False
     full, sliding = hf.rope_by_layer_type(thetas=(1e6, 1e4), rotary_dim=head_dim, max_positions=context)
     return DecoderConfig(
         model_type="gemma3_text",
@@ -98,6 +97,8 @@ def _text_config(hf: HFFields) -> DecoderConfig:
             qkv_bias=bias,
             out_bias=bias,
             qk_norm=QKNorm(),
+            dropout=hf.take_optional("attention_dropout", float, 0.0) or 0.0,
+            causal=not both_ways,
         ),
         norm=Norm(
             eps=hf.positive_float("rms_norm_eps", 1e-6),
@@ -108,8 +109,8 @@ def _text_config(hf: HFFields) -> DecoderConfig:
         rope=full,
         sliding_rope=sliding,
         layer_types=hf.layer_types(layers, lambda i: LayerType.SLIDING if (i + 1) % pattern else LayerType.FULL),
-        sliding_window=hf.positive_optional("sliding_window", int, 4096),
-        activation=hf.choice("hidden_activation", Activation, Activation.GELU_TANH),
+        sliding_window=_window(hf, both_ways),
+        activation=hf.activation("hidden_activation", Activation.GELU_TANH),
         tie_word_embeddings=hf.take("tie_word_embeddings", bool, True),
         padding_idx=hf.padding_idx(0),
         embedding_multiplier=hidden**0.5,
@@ -120,15 +121,27 @@ def _text_config(hf: HFFields) -> DecoderConfig:
     )
 
 
+def _window(hf: HFFields, both_ways: bool) -> int | None:
+    """Tokens a query sees to one side, itself included; a file counts those of both sides where it looks both ways."""
+    window = hf.positive_optional("sliding_window", int, 4096)
+    if not both_ways:
+        return window
+    if window is None:
+        raise hf.unsupported("sliding_window", "where transformers halves it.", remedy="give the window in tokens")
+    return window // 2 + 1
+
+
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The fields of Gemma3TextConfig that describe `config`."""
     sliding = config.rope if config.sliding_rope is None else config.sliding_rope
+    window, causal = config.sliding_window, config.attention.causal
     return usual_fields(config) | {
         "model_type": "gemma3_text",
         "query_pre_attn_scalar": round(config.attention.scale**-2),
         "rope_parameters": {"full_attention": rope_to_hf(config.rope), "sliding_attention": rope_to_hf(sliding)},
         "layer_types": list(config.layer_types),
-        "sliding_window": config.sliding_window,
+        "sliding_window": window if causal or window is None else max(1, 2 * (window - 1)),
+        "use_bidirectional_attention": not causal,
         "hidden_activation": config.activation,
         "final_logit_softcapping": config.final_logit_softcap,
     }
@@ -136,8 +149,9 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 # fmt: off
 KILL_LIST = (
-    "B*", "C0*", "C10*", "C11a*", "C11c*", "C12*", "C13*", "C14*", "C16*", "C17*", "C51*", "C53*", "C54*", "C58*",
-    "G*", "H*", "O41*", "Q*", "T46a*", "T46b*", "T46c*", "T46g*", "T47a*", "T47b*", "T47e*", "T47f*", "X*",
+    "B*", "C0*", "C10*", "C11a*", "C11c*", "C11d*", "C12*", "C13*", "C14*", "C16*", "C17*", "C51*", "C53*", "C54*",
+    "C58*", "C59*", "G*", "H*", "O41*", "Q*", "T46a*", "T46b*", "T46c*", "T46g*", "T47a*", "T47b*", "T47e*", "T47f*",
+    "X*",
 )
 # fmt: on
 

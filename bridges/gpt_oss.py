@@ -68,7 +68,6 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
     hf.inert("experts_per_token", allowed=(top_k,), why="num_experts_per_tok is what is read")
     hf.inert("initial_context_length", why="RoPE's original_max_position_embeddings is what is read")
     hf.inert("hidden_act", allowed=("silu",), why="the experts have their own clamped activation")
-    hf.inert("attention_dropout", allowed=(0.0,), why="attention has no dropout here")
     return DecoderConfig(
         model_type="gpt_oss",
         vocab_size=hf.positive("vocab_size", 201088),
@@ -83,6 +82,7 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
             qkv_bias=bias,
             out_bias=bias,
             sinks=True,
+            dropout=hf.attention_dropout(),
         ),
         norm=Norm(eps=hf.positive_float("rms_norm_eps", 1e-5), cast=NormCast.SCALE_THEN_CAST),
         rope=hf.rope(theta=150_000.0, rotary_dim=head_dim, max_positions=context, default=_YARN),
@@ -129,8 +129,8 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 # fmt: off
 KILL_LIST = (
     "B04*", "B1*", "B43*", "B44*", "B45b*", "B45d*", "C02*", "C03*", "C04*", "C05*", "C06*", "C07*", "C08a*", "C08c*",
-    "C10*", "C12*", "C13*", "C14*", "C16*", "C17*", "C2*", "C51*", "C52*", "C54*", "C58*", "G22*", "G23*", "H*",
-    "M0*", "M31a*", "M31c*", "M32*", "M36*", "M48*", "O*", "T46a*", "T46b*", "T46c*", "T46d*", "T46e*", "T46f*",
+    "C10*", "C12*", "C13*", "C14*", "C16*", "C17*", "C2*", "C51*", "C52*", "C54*", "C58*", "C59*", "G22*", "G23*",
+    "H*", "M0*", "M31a*", "M31c*", "M32*", "M36*", "M48*", "O*", "T46a*", "T46b*", "T46c*", "T46d*", "T46e*", "T46f*",
     "T47*", "X*",
 )
 # fmt: on

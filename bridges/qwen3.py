@@ -32,7 +32,6 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
     window = hf.positive_optional("sliding_window", int, 4096) if hf.take("use_sliding_window", bool, False) else None
     first_sliding = hf.take("max_window_layers", int, 28)
     hf.inert("max_window_layers", why="layer_types wins over it, and exports spell it out")
-    hf.inert("attention_dropout", allowed=(0.0,), why="attention has no dropout here")
     return DecoderConfig(
         model_type="qwen3",
         vocab_size=hf.positive("vocab_size", 151936),
@@ -47,6 +46,7 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
             qkv_bias=bias,
             out_bias=bias,
             qk_norm=QKNorm(),
+            dropout=hf.attention_dropout(),
         ),
         norm=Norm(eps=hf.positive_float("rms_norm_eps", 1e-6)),
         rope=hf.rope(theta=10_000.0, rotary_dim=head_dim, max_positions=context),
@@ -54,7 +54,7 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
             layers, lambda i: LayerType.FULL if window is None or i < first_sliding else LayerType.SLIDING
         ),
         sliding_window=window,
-        activation=hf.choice("hidden_act", Activation, Activation.SILU),
+        activation=hf.activation("hidden_act", Activation.SILU),
         tie_word_embeddings=hf.take("tie_word_embeddings", bool, False),
         padding_idx=hf.padding_idx(),
         max_position_embeddings=context,
@@ -76,8 +76,8 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 # fmt: off
 KILL_LIST = (
-    "B*", "C0*", "C10*", "C11b*", "C11c*", "C12*", "C13*", "C14*", "C16*", "C17*", "C2*", "C5*", "G22*", "G23*", "H*",
-    "O4*", "Q*", "T46a*", "T46b*", "T46c*", "T47a*", "T47b*", "T47e*", "T47f*", "X*",
+    "B*", "C0*", "C10*", "C11b*", "C11c*", "C11d*", "C12*", "C13*", "C14*", "C16*", "C17*", "C2*", "C5*", "G22*",
+    "G23*", "H*", "O4*", "Q*", "T46a*", "T46b*", "T46c*", "T47a*", "T47b*", "T47e*", "T47f*", "X*",
 )
 # fmt: on
 

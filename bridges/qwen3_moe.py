@@ -54,7 +54,6 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
     window = hf.positive_optional("sliding_window", int, 4096) if hf.take("use_sliding_window", bool, False) else None
     hf.inert("max_window_layers", why="the window holds for all layers")
     hf.inert("layer_types", allowed=(None,), why="the window holds for all layers or for none")
-    hf.inert("attention_dropout", allowed=(0.0,), why="attention has no dropout here")
     hf.inert("shared_expert_intermediate_size", allowed=(0, None), why="no shared expert in this family")
     hf.inert("use_qk_norm", allowed=(True,), why="always normalised in this family")
     hf.inert("qkv_bias", allowed=(bias,), why="attention_bias is what is read")
@@ -73,12 +72,13 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
             qkv_bias=bias,
             out_bias=bias,
             qk_norm=QKNorm(),
+            dropout=hf.attention_dropout(),
         ),
         norm=Norm(eps=hf.positive_float("rms_norm_eps", 1e-6)),
         rope=hf.rope(theta=10_000.0, rotary_dim=head_dim, max_positions=context),
         layer_types=(LayerType.FULL if window is None else LayerType.SLIDING,) * layers,
         sliding_window=window,
-        activation=hf.choice("hidden_act", Activation, Activation.SILU),
+        activation=hf.activation("hidden_act", Activation.SILU),
         moe=MoE(
             num_experts=hf.positive("num_experts", 128, alias="num_local_experts"),
             intermediate_size=hf.positive("moe_intermediate_size", 768),
@@ -122,8 +122,8 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 # fmt: off
 KILL_LIST = (
-    "B*", "C0*", "C10*", "C11b*", "C11c*", "C12*", "C13*", "C14*", "C16*", "C17*", "C2*", "C5*", "G22a*", "G22b*",
-    "G22c*", "H*", "M*", "O40*", "Q*", "T46a*", "T46b*", "T46c*", "T46d*", "T46e*", "T46f*", "T47a*", "T47b*",
+    "B*", "C0*", "C10*", "C11b*", "C11c*", "C11d*", "C12*", "C13*", "C14*", "C16*", "C17*", "C2*", "C5*", "G22a*",
+    "G22b*", "G22c*", "H*", "M*", "O40*", "Q*", "T46a*", "T46b*", "T46c*", "T46d*", "T46e*", "T46f*", "T47a*", "T47b*",
     "T47c*", "T47e*", "T47f*", "X*",
 )
 # fmt: on

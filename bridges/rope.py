@@ -12,6 +12,7 @@ from bestiary.models.config import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     Rope,
     RopeScaling,
     YarnScaling,
@@ -27,6 +28,7 @@ _SCALINGS: Mapping[str, type[RopeScaling]] = {
     "llama3": Llama3Scaling,
     "yarn": YarnScaling,
     "longrope": LongRopeScaling,
+    "proportional": ProportionalScaling,
 }
 _CONTEXT = "original_max_position_embeddings"
 
@@ -47,7 +49,8 @@ def rope_from_hf(params: HFFields, *, theta: float, rotary_dim: int, max_positio
     if legacy != kind:
         raise params.unsupported("type", f"contradicts rope_type = {kind!r}.", remedy="keep one of the two")
     base = params.positive_float("rope_theta", theta)
-    params.inert("partial_rotary_factor", allowed=(1.0, None), why="the whole head turns in this family")
+    if kind != "proportional":
+        params.inert("partial_rotary_factor", allowed=(1.0, None), why="the whole head turns in this family")
     scaling = None if kind == "default" else _scaling(params, kind, max_positions)
     params.done()
     return Rope(theta=base, rotary_dim=rotary_dim, scaling=scaling)
@@ -61,6 +64,8 @@ def rope_to_hf(rope: Rope) -> dict[str, Any]:
     values = {f.name: getattr(rope.scaling, f.name) for f in fields(rope.scaling)}
     if kind == "dynamic":  # HF reads the config's own max_position_embeddings here
         del values[_CONTEXT]
+    if values.get("factor") == 1.0 and kind == "proportional":
+        del values["factor"]  # HF warns of it, and computes with it
     listed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
     return {"rope_type": kind, "rope_theta": rope.theta} | {k: v for k, v in listed.items() if v is not None}
 
@@ -74,6 +79,8 @@ def _scaling(params: HFFields, kind: str, max_positions: int) -> RopeScaling:
         return DynamicScaling(factor=params.positive_float("factor"), original_max_position_embeddings=max_positions)
     if kind == "longrope":
         return _longrope(params, max_positions)
+    if kind == "proportional":
+        return _proportional(params)
     cls = _SCALINGS[kind]
     types = get_type_hints(cls)
     values: dict[str, Any] = {}
@@ -87,6 +94,13 @@ def _scaling(params: HFFields, kind: str, max_positions: int) -> RopeScaling:
         else:  # HF reads an explicit null (and 0) as the default
             values[f.name] = _or_default(params.take_optional(f.name, types[f.name], f.default), f.default)
     return cls(**values)
+
+
+def _proportional(params: HFFields) -> ProportionalScaling:
+    share = params.take("partial_rotary_factor", float, 1.0)
+    if not 0 <= share <= 1:
+        raise params.unsupported("partial_rotary_factor", "is no share of a head.", remedy="a number in [0, 1]")
+    return ProportionalScaling(partial_rotary_factor=share, factor=params.positive_float("factor", 1.0))
 
 
 def _or_default(value: Any, default: Any) -> Any:

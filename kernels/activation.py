@@ -9,8 +9,13 @@ from bestiary.kernels.triton_runtime import obstacle
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """act(gate) · up, with `activation` one of silu, gelu, gelu_pytorch_tanh (arXiv:2002.05202). Any equal shapes."""
-    obstacles = {"triton": obstacle(gate, up), "lean": lean.obstacle(gate, up), "torch": None}
+    """act(gate) · up (arXiv:2002.05202). Any equal shapes.
+
+    Args:
+        activation: silu, gelu, gelu_pytorch_tanh, relu or relu2.
+    """
+    unknown = f"it has no {activation}" if activation in {"relu", "relu2"} else None
+    obstacles = {"triton": obstacle(gate, up) or unknown, "lean": lean.obstacle(gate, up), "torch": None}
     implementation = choose("activation", obstacles)
     if implementation == "triton":
         from bestiary.kernels.triton_activation import gated as fused  # needs the optional triton

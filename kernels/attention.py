@@ -25,6 +25,8 @@ from bestiary.kernels.precision import at_least_fp32
 class MaskSpec:
     """Which keys each query sees: those before or at it, inside its window, in its document, and not padding.
 
+    Not `causal`: those behind it too, with a window of W the W − 1 tokens to either side.
+
     Built once a forward pass for each layer type; what implementations derive from it is kept in it.
 
     Args:
@@ -42,6 +44,7 @@ class MaskSpec:
     window: int | None = None
     documents: Tensor | None = None
     key_valid: Tensor | None = None
+    causal: bool = True
     _dense: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _blocks: dict[torch.device, BlockMask] = field(default_factory=dict, init=False, repr=False, compare=False)
     _ranges: tuple[Tensor | None, str | None] | None = field(default=None, init=False, repr=False, compare=False)
@@ -50,7 +53,8 @@ class MaskSpec:
     def is_causal_square(self) -> bool:
         """Plain causal attention over equal queries and keys, nothing else masked."""
         return (
-            self.documents is None
+            self.causal
+            and self.documents is None
             and self.key_valid is None
             and self.q_len == self.kv_len
             and self.q_offset == self.kv_offset
@@ -59,24 +63,32 @@ class MaskSpec:
 
     @property
     def sees_everything(self) -> bool:
-        """A single query at the end that sees every key (cached decoding)."""
+        """A single query at the end that sees every key (cached decoding), or queries that look both ways."""
         reach = self.q_offset - self.kv_offset + 1
+        last = self.q_len == 1 and reach == self.kv_len
+        both_ways = not self.causal and self.q_len == self.kv_len and self.q_offset == self.kv_offset
         return (
             self.documents is None
             and self.key_valid is None
-            and self.q_len == 1
-            and reach == self.kv_len
+            and (last or both_ways)
             and (self.window is None or self.window >= self.kv_len)
         )
+
+    @property
+    def is_shape_alone(self) -> bool:
+        """Whether torch's own call says it without a mask."""
+        return self.is_causal_square or self.sees_everything
 
     def dense(self, device: torch.device) -> Tensor:
         """(B or 1, 1, T, S) booleans, True where the query sees the key; built once a device."""
         if device not in self._dense:
             q = torch.arange(self.q_len, device=device)[:, None] + self.q_offset
             k = torch.arange(self.kv_len, device=device)[None, :] + self.kv_offset
-            visible = k <= q
+            visible = k <= q if self.causal else torch.ones_like(k <= q)
             if self.window is not None:
                 visible = visible & (k > q - self.window)
+                if not self.causal:
+                    visible = visible & (k < q + self.window)
             visible = visible[None, None]
             if self.documents is not None:
                 visible = visible & (self.documents[:, None, :, None] == self.documents[:, None, None, :])
@@ -89,7 +101,9 @@ class MaskSpec:
         """(n, 5) ranges of tokens for `document_attention`, or None and why the mask is none; built once."""
         if self._ranges is None:
             given = [x for x in (self.documents, self.key_valid) if x is not None]
-            if any(x.device.type != "cpu" for x in given):
+            if not self.causal:
+                self._ranges = None, "its blocks look back only, and the mask looks both ways"
+            elif any(x.device.type != "cpu" for x in given):
                 self._ranges = None, f"borders are read on the CPU, and documents or padding are on {given[0].device}"
             elif self.q_offset - self.kv_offset != self.kv_len - self.q_len:
                 self._ranges = None, "the queries are not the last of the tokens"
@@ -102,7 +116,14 @@ class MaskSpec:
         if device not in self._blocks:
             shift = self.q_offset - self.kv_offset
             self._blocks[device] = block_mask(
-                self.q_len, self.kv_len, shift, self.window, self.documents, self.key_valid, device
+                self.q_len,
+                self.kv_len,
+                shift,
+                self.window,
+                self.documents,
+                self.key_valid,
+                device,
+                causal=self.causal,
             )
         return self._blocks[device]
 
@@ -114,7 +135,7 @@ class MaskSpec:
         """
         if device.type == "cpu" and self.q_len > 1:
             self.ranges()
-        elif device.type == "cuda" and self.q_len >= BUCKET and not (plain and self.is_causal_square):
+        elif device.type == "cuda" and self.q_len >= BUCKET and not (plain and self.is_shape_alone):
             self.blocks(device)
 
 
@@ -127,6 +148,7 @@ def attention(
     scale: float,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """softmax(cap(q kᵀ · scale) + mask) v, one learned logit per head joining the softmax where `sinks` is given.
 
@@ -135,16 +157,18 @@ def attention(
         mask: what each query sees; a query that is padding or sees nothing gets a finite output without meaning.
         sinks: (h,), the logit that takes probability and gives no value (arXiv:2309.17453, as in GPT-OSS).
         softcap: cap · tanh(score / cap) before the mask (Gemma 2).
+        dropout: probability with which a weight of the softmax is dropped, the others growing by 1 / (1 − dropout);
+            drawn from torch's generator. On the CPU as transformers' eager attention draws it.
     Returns:
         (B, h, T, d) in q's dtype; the softmax runs in at least fp32.
     Raises:
         UnsupportedDispatch: a forced implementation cannot run.
     """
-    implementation = choose("attention", _obstacles(q, k, v, mask, sinks, softcap))
+    implementation = choose("attention", _obstacles(q, k, v, mask, sinks, softcap, dropout))
     if implementation == "eager":
-        return _eager(q, k, v, mask, scale, sinks, softcap)
+        return _eager(q, k, v, mask, scale, sinks, softcap, dropout)
     if implementation == "sdpa":
-        return _sdpa(q, k, v, mask, scale)
+        return _sdpa(q, k, v, mask, scale, dropout)
     if torch.is_autocast_enabled(q.device.type):
         narrow = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(narrow), k.to(narrow), v.to(narrow)
@@ -157,12 +181,12 @@ def attention(
 
 
 def _obstacles(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, sinks: Tensor | None, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, sinks: Tensor | None, softcap: float | None, dropout: float
 ) -> dict[str, str | None]:
     """Every implementation and why it cannot run here, the fastest first."""
     obstacles = {
-        "flex": flex_obstacle(q, k, v),
-        "documents": _documents_obstacle(q, v, mask, softcap),
+        "flex": "FlexAttention has no dropout" if dropout else flex_obstacle(q, k, v),
+        "documents": "its fused kernel has no dropout" if dropout else _documents_obstacle(q, v, mask, softcap),
         "sdpa": "it has neither sinks nor soft caps" if sinks is not None or softcap is not None else None,
         "eager": None,
     }
@@ -178,7 +202,7 @@ def _fastest_first(q: Tensor, mask: MaskSpec) -> tuple[str, ...]:
         return ("sdpa", "documents", "eager", "flex") if short else ("documents", "sdpa", "eager", "flex")
     if queries < BUCKET:
         return ("sdpa", "eager", "flex", "documents")
-    return ("sdpa", "flex", "eager", "documents") if mask.is_causal_square else ("flex", "sdpa", "eager", "documents")
+    return ("sdpa", "flex", "eager", "documents") if mask.is_shape_alone else ("flex", "sdpa", "eager", "documents")
 
 
 def _documents_obstacle(q: Tensor, v: Tensor, mask: MaskSpec, softcap: float | None) -> str | None:
@@ -191,19 +215,26 @@ def _documents_obstacle(q: Tensor, v: Tensor, mask: MaskSpec, softcap: float | N
     return mask.ranges()[1]
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, dropout: float) -> Tensor:
     gqa = q.shape[1] != k.shape[1]
     if mask.is_causal_square:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=gqa)
     visible = None if mask.sees_everything else mask.dense(q.device)
     if visible is not None and mask.key_valid is not None:
         # A row of padding sees nothing; softmax over no key is NaN, and NaN gradients reach every weight.
         visible = visible | ~visible.any(-1, keepdim=True)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=gqa)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout, scale=scale, enable_gqa=gqa)
 
 
 def _eager(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, sinks: Tensor | None, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskSpec,
+    scale: float,
+    sinks: Tensor | None,
+    softcap: float | None,
+    dropout: float,
 ) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
@@ -219,4 +250,5 @@ def _eager(
         sink_column = sinks.to(scores.dtype)[None, :, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)
         joined = torch.cat((scores, sink_column), dim=-1)
         weights = joined.softmax(-1, dtype=at_least_fp32(scores.dtype))[..., :-1]
-    return weights.to(v.dtype) @ v
+    weights = weights.to(v.dtype)
+    return (F.dropout(weights, dropout) if dropout else weights) @ v

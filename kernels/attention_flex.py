@@ -43,12 +43,15 @@ def block_mask(
     documents: Tensor | None,
     key_valid: Tensor | None,
     device: torch.device,
+    *,
+    causal: bool = True,
 ) -> BlockMask:
     """The block mask of a `MaskSpec`, of lengths rounded up to `BUCKET`.
 
     Args:
         shift: tokens between the first key and the first query.
         documents: (B, T) integers.   key_valid: (B, S) booleans.
+        causal: False: both ways.
     """
     rounded_q, rounded_kv = _rounded(q_len), _rounded(kv_len)
     given = documents if documents is not None else key_valid
@@ -58,7 +61,7 @@ def block_mask(
     if key_valid is not None:
         key_valid = F.pad(key_valid.to(device), (0, rounded_kv - kv_len), value=False)
     build = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
-    rule = _rule(shift, window, documents, key_valid)
+    rule = _rule(shift, None if causal else kv_len, window, documents, key_valid)
     built: BlockMask = build(rule, batch, None, rounded_q, rounded_kv, device=device, BLOCK_SIZE=BUCKET)
     return built
 
@@ -113,12 +116,16 @@ def _rounded(length: int) -> int:
 
 
 def _rule(
-    shift: int, window: int | None, documents: Tensor | None, key_valid: Tensor | None
+    shift: int, end: int | None, window: int | None, documents: Tensor | None, key_valid: Tensor | None
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """`end` None: causal; else every key before it, both ways."""
+
     def visible(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = key <= query + shift
+        seen = key <= query + shift if end is None else key < end
         if window is not None:
             seen = seen & (key > query + shift - window)
+            if end is not None:
+                seen = seen & (key < query + shift + window)
         if documents is not None:
             seen = seen & (documents[row, query] == documents[row, key])
         if key_valid is not None:

@@ -78,17 +78,27 @@ class LeanGated(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             for_up = activate(gate, ctx.activation) * upstream
         if ctx.needs_input_grad[0]:
-            through = upstream * up
-            if ctx.activation == "silu":
-                for_gate = torch.ops.aten.silu_backward(through, gate)
-            else:
-                kind = "tanh" if ctx.activation == "gelu_pytorch_tanh" else "none"
-                for_gate = torch.ops.aten.gelu_backward(through, gate, approximate=kind)
+            for_gate = activate_back(upstream * up, gate, ctx.activation)
         return for_gate, for_up, None
 
 
 def activate(gate: Tensor, activation: str) -> Tensor:
-    """The gate activation alone: silu, gelu or gelu_pytorch_tanh."""
+    """The gate activation alone: silu, gelu, gelu_pytorch_tanh, relu or relu2."""
     if activation == "silu":
         return F.silu(gate)
+    if activation in {"relu", "relu2"}:
+        return F.relu(gate) if activation == "relu" else F.relu(gate).square()
     return F.gelu(gate, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none")
+
+
+def activate_back(pull: Tensor, gate: Tensor, activation: str) -> Tensor:
+    """The gradient of `gate` from `pull`, that of `activate(gate, activation)`; equal shapes."""
+    if activation == "silu":
+        of_gate: Tensor = torch.ops.aten.silu_backward(pull, gate)
+    elif activation in {"relu", "relu2"}:
+        pull = pull * (2 * F.relu(gate)) if activation == "relu2" else pull
+        of_gate = torch.ops.aten.threshold_backward(pull, gate, 0)
+    else:
+        kind = "tanh" if activation == "gelu_pytorch_tanh" else "none"
+        of_gate = torch.ops.aten.gelu_backward(pull, gate, approximate=kind)
+    return of_gate

@@ -57,6 +57,8 @@ class Activation(StrEnum):
     SILU = "silu"
     GELU = "gelu"
     GELU_TANH = "gelu_pytorch_tanh"
+    RELU = "relu"
+    RELU2 = "relu2"  # the square of relu
 
 
 class RouterKind(StrEnum):
@@ -134,7 +136,21 @@ class LongRopeScaling:
     attention_factor: float
 
 
-RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+@dataclass(frozen=True, kw_only=True)
+class ProportionalScaling:
+    """Gemma 4: the first `partial_rotary_factor` of the frequencies of the whole head turn, the other pairs stand."""
+
+    partial_rotary_factor: float = 1.0
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.partial_rotary_factor <= 1:
+            raise InvalidConfig(
+                f"rope.scaling.partial_rotary_factor = {self.partial_rotary_factor}.", remedy="a share in [0, 1]"
+            )
+
+
+RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling | ProportionalScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +166,11 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Grouped-query attention; `scale` multiplies q·k, `sinks` adds one learned logit per head to each softmax."""
+    """Grouped-query attention; `scale` multiplies q·k, `sinks` adds one learned logit per head to each softmax.
+
+    `dropout` falls on the softmax weights while training. Not `causal`: a token sees both ways, and a window W reaches
+    W − 1 tokens to either side; such a model embeds or labels text, it cannot continue it from a cache.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -162,6 +182,12 @@ class Attention:
     sinks: bool = False
     logit_softcap: float | None = None  # Gemma 2
     qkv_clip: float | None = None  # OLMoE
+    dropout: float = 0.0
+    causal: bool = True  # False: EmbeddingGemma
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dropout < 1:
+            raise InvalidConfig(f"attention.dropout = {self.dropout}.", remedy="a probability in [0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,17 @@ class Inputs:
     length: int
 
     def masks(self, config: DecoderConfig, cache: Cache | None) -> dict[LayerType, MaskSpec]:
-        """One mask a layer type, built once a forward pass."""
+        """One mask a layer type, built once a forward pass.
+
+        Raises:
+            InvalidInput: a cache for a model that looks both ways.
+        """
+        if cache is not None and not config.attention.causal:
+            raise InvalidInput(
+                "past_key_values (or use_cache) with attention.causal = False: later tokens change what earlier ones "
+                "computed, so their keys cannot be kept.",
+                remedy="use_cache=False, and give the whole text at once",
+            )
         masks: dict[LayerType, MaskSpec] = {}
         plain = not config.attention.sinks and config.attention.logit_softcap is None
         for index, layer_type in enumerate(config.layer_types):
@@ -39,6 +49,7 @@ class Inputs:
                 window=config.window(index),
                 documents=self.documents,
                 key_valid=None if self.key_valid is None else self.key_valid[:, first_key:],
+                causal=config.attention.causal,
             )
             masks[layer_type].prepare(self.position_ids.device, plain=plain)
         return masks

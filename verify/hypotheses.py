@@ -131,7 +131,7 @@ def _gradients(lab: Lab, case: str, model: Decoder, inputs: Inputs) -> Distance:
         theirs, gradients = view.gradients(inputs)
         hub = {name: gradients[name] for name, _ in view.model.named_parameters()}
         zeros = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        native = lab.ours.native(lab.cases[case], zeros | {n: g for n, g in hub.items() if g is not None})
+        native = lab.ours.native(lab.raw(case), zeros | {n: g for n, g in hub.items() if g is not None})
         figures = [float((output["loss"] - theirs["loss"]).abs() / theirs["loss"].abs())]
         for name, expected in native.items():
             mine = ours[name]

@@ -49,6 +49,8 @@ class Variant:
         return f"{self.field}={text if len(text) <= 40 else text[:37] + '...'}"
 
 
+_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "swish", "gelu_new", "gelu_python")
+
 # By field name: values that differ from the tiny configs' and from the usual defaults. `None` stands for null.
 ALTERNATIVES: Mapping[str, Sequence[Any]] = {
     "vocab_size": (197,),
@@ -58,8 +60,8 @@ ALTERNATIVES: Mapping[str, Sequence[Any]] = {
     "num_attention_heads": (8,),
     "num_key_value_heads": (1, 4),
     "head_dim": (20,),
-    "hidden_act": ("silu", "gelu", "gelu_pytorch_tanh", "relu"),
-    "hidden_activation": ("silu", "gelu", "gelu_pytorch_tanh", "relu"),
+    "hidden_act": (*_ACTIVATIONS, "gelu_python_tanh"),
+    "hidden_activation": (*_ACTIVATIONS, "gelu_python_tanh"),
     "max_position_embeddings": (4096,),
     "initializer_range": (0.05,),
     "rms_norm_eps": (1e-4, 1e-5),
@@ -127,8 +129,11 @@ ROPE_ALTERNATIVES: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"long_factor": None},
         {"short_factor": None},
     ),
+    "proportional": ({"partial_rotary_factor": 0.8}, {"factor": 3.0}),
 }
+BOTH_WAYS = "use_bidirectional_attention"
 DYNAMIC_CONTEXT = 48  # below the probe's length, so that NTK scaling acts
+TRAIN_SEED = 20  # of both sides in train mode, where they draw the same numbers or differ
 
 
 def _alternatives(name: str, current: Any, layers: int) -> Sequence[Any]:
@@ -166,12 +171,6 @@ def _rope_variants(reference: str, raw: Raw) -> Iterator[Variant]:
             return {**raw, "rope_parameters": parameters, **context}
 
         yield Variant(f"{prefix}.rope_theta", 777.0, changed({**own, "rope_theta": 777.0}), raw)
-        yield Variant(
-            f"{prefix}.rope_type",
-            "proportional",
-            changed({"rope_type": "proportional", "rope_theta": own["rope_theta"], "partial_rotary_factor": 0.5}),
-            raw,
-        )
         for rope_type in ROPE:
             base = {**scaling(rope_type, head_dim), "rope_theta": own["rope_theta"]}
             if part:  # transformers 5 looks for it beside the layer types, so inside one it is dead
@@ -204,6 +203,13 @@ def _legacy_variants(reference: str, raw: Raw) -> Iterator[Variant]:
                 yield Variant(other, raw[there] - 2, renamed, raw)
 
 
+def _both_ways_variants(raw: Raw) -> Iterator[Variant]:
+    """Windows of a model that looks both ways: the file's count is halved, an odd one rounded."""
+    against = {**raw, BOTH_WAYS: True}
+    for window in (WINDOW - 3, WINDOW + 2):
+        yield Variant(f"{BOTH_WAYS}+sliding_window", window, {**against, "sliding_window": window}, against)
+
+
 def variants(reference: str, raw: Raw) -> list[Variant]:
     """Every variant of `raw`: one for each field and alternative value, nested RoPE parameters and old spellings."""
     listed = hf_config(reference, raw).to_dict()
@@ -219,6 +225,7 @@ def variants(reference: str, raw: Raw) -> list[Variant]:
     for name, values in UNLISTED.items():
         if name in EVERYWHERE or f'"{name}"' in source:
             found += [Variant(name, value, {**raw, name: value}, raw) for value in values]
+    found += _both_ways_variants(raw) if BOTH_WAYS in listed else []
     return [*found, *_rope_variants(reference, raw), *_legacy_variants(reference, raw)]
 
 
@@ -258,12 +265,12 @@ def change(ours: Mapping[str, Any], base: Mapping[str, Any]) -> float:
     return max(figures)
 
 
-def _train_output(reference: Reference, inputs: Inputs) -> dict[str, Any]:
-    """Output in train mode from a fixed state of torch's generator."""
+def train_output(reference: Reference, inputs: Inputs) -> dict[str, Any]:
+    """Output in train mode, torch's generator at `TRAIN_SEED`."""
     reference.model.train()
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.manual_seed(TRAIN_SEED)
             return reference.call(inputs, use_cache=False, return_dict=True)
     finally:
         reference.model.eval()
@@ -287,6 +294,6 @@ def classify(built: Callable[[Raw], Reference], variant: Variant, inputs: Inputs
     moved = change(output, base.output(inputs))
     if moved > gates.MOVED:
         return Kind.LIVE, f"moves Hugging Face by {moved:.1e}"
-    if change(_train_output(model, inputs), _train_output(base, inputs)) > gates.MOVED:
+    if change(train_output(model, inputs), train_output(base, inputs)) > gates.MOVED:
         return Kind.TRAIN, ""
     return Kind.DEAD, ""

@@ -116,6 +116,7 @@ ROPE: Mapping[str, Mapping[str, Any]] = {
         "short_factor": [],
         "long_factor": [],
     },
+    "proportional": {"partial_rotary_factor": 0.4},
 }
 """Parameters that make each RoPE type act at the probe's length; the bounds of YaRN's ramp fall inside the head."""
 

@@ -58,7 +58,16 @@ class SelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.index, k, v)
         sinks = self.sinks if self.config.sinks else None
-        out = attention(q, k, v, mask, scale=self.config.scale, sinks=sinks, softcap=self.config.logit_softcap)
+        out = attention(
+            q,
+            k,
+            v,
+            mask,
+            scale=self.config.scale,
+            sinks=sinks,
+            softcap=self.config.logit_softcap,
+            dropout=self.config.dropout if self.training else 0.0,
+        )
         return self.o_proj(rearrange(out, "b heads t d -> b t (heads d)"))
 
     def _normed_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ from bestiary.models.config import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     Rope,
     YarnScaling,
 )
@@ -67,6 +68,8 @@ def rope_frequencies(rope: Rope, dtype: torch.dtype = torch.float32, length: int
         return _llama3(1.0 / rope.theta**exponents, scaling), 1.0
     if isinstance(scaling, YarnScaling):
         return _yarn(rope, scaling, exponents), _yarn_attention_factor(scaling)
+    if isinstance(scaling, ProportionalScaling):
+        return _proportional(1.0 / rope.theta**exponents, rope, scaling), 1.0
     long = length > scaling.original_max_position_embeddings
     factors = torch.tensor(scaling.long_factor if long else scaling.short_factor, dtype=dtype, device="cpu")
     return 1.0 / (factors * rope.theta**exponents), scaling.attention_factor
@@ -76,6 +79,11 @@ def _dynamic_theta(rope: Rope, scaling: DynamicScaling, length: Tensor) -> Tenso
     original = scaling.original_max_position_embeddings
     stretch = scaling.factor * length.clamp(min=original) / original - (scaling.factor - 1)
     return rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))
+
+
+def _proportional(inv_freq: Tensor, rope: Rope, scaling: ProportionalScaling) -> Tensor:
+    turning = int(scaling.partial_rotary_factor * rope.rotary_dim // 2)
+    return torch.cat((inv_freq[:turning], torch.zeros_like(inv_freq[turning:]))) / scaling.factor
 
 
 def _llama3(inv_freq: Tensor, scaling: Llama3Scaling) -> Tensor:

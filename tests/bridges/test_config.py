@@ -15,6 +15,7 @@ from bestiary.models.config import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     RopeScaling,
     YarnScaling,
 )
@@ -40,6 +41,10 @@ ROPES: dict[str, tuple[dict[str, Any], RopeScaling]] = {
             original_max_position_embeddings=16,
             attention_factor=1.5**0.5,
         ),
+    ),
+    "proportional": (
+        {"partial_rotary_factor": 0.25, "factor": 2.0},
+        ProportionalScaling(partial_rotary_factor=0.25, factor=2.0),
     ),
 }
 
@@ -110,6 +115,38 @@ def test_gemma_layers_by_pattern_and_by_list() -> None:
     assert by_pattern == parse(tiny("gemma3_text", layer_types=[sliding.value, full.value, sliding.value]))
 
 
+@pytest.mark.parametrize("window", [1, 2, 7, 8, 512])
+def test_gemma_windows_that_look_both_ways_are_halved_as_transformers_does(window: int) -> None:
+    json = tiny("gemma3_text", use_bidirectional_attention=True, sliding_window=window)
+    config = parse(json)
+    assert not config.attention.causal
+    assert config.sliding_window == transformers.Gemma3TextConfig.from_dict(json).sliding_window
+    exported = get_bridge("gemma3_text").config_to_hf(config)
+    assert parse(exported) == config
+    assert transformers.Gemma3TextConfig.from_dict(exported).sliding_window == config.sliding_window
+
+
+def test_gemma_without_a_window_to_halve_is_refused() -> None:
+    json = tiny("gemma3_text", use_bidirectional_attention=True) | {"sliding_window": None}
+    with pytest.raises(UnsupportedConfig, match=r"^sliding_window = None where transformers halves it"):
+        parse(json)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_attention_dropout_travels(model_type: str) -> None:
+    config = parse(tiny(model_type, attention_dropout=0.25))
+    assert config.attention.dropout == 0.25
+    exported = get_bridge(model_type).config_to_hf(config)
+    assert transformers.AutoConfig.for_model(**exported).attention_dropout == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "function"), [("swish", "silu"), ("gelu_new", "gelu_pytorch_tanh"), ("gelu_python", "gelu")]
+)
+def test_other_names_of_an_activation_are_read(name: str, function: str) -> None:
+    assert parse(tiny("qwen3", hidden_act=name)).activation == function
+
+
 def test_qwen3_window_starts_at_max_window_layers() -> None:
     config = parse(tiny("qwen3", layer_types=None, use_sliding_window=True, sliding_window=5, max_window_layers=2))
     assert config.layer_types == (LayerType.FULL, LayerType.FULL, LayerType.SLIDING)
@@ -143,8 +180,8 @@ def test_a_multimodal_config_gives_its_text_part() -> None:
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an unknown field": ("qwen3", {"mlp_bias": True}, "mlp_bias"),
-    "attention dropout": ("qwen3", {"attention_dropout": 0.1}, "attention_dropout"),
-    "an activation": ("qwen3", {"hidden_act": "relu"}, "hidden_act"),
+    "attention dropout that leaves nothing": ("qwen3", {"attention_dropout": 1.0}, "attention_dropout"),
+    "an activation": ("qwen3", {"hidden_act": "quick_gelu"}, "hidden_act"),
     "a wrong type": ("qwen3", {"hidden_size": "80"}, "hidden_size"),
     "a boolean for a number": ("qwen3", {"num_hidden_layers": True}, "num_hidden_layers"),
     "no layers": ("qwen3", {"num_hidden_layers": 0}, "num_hidden_layers"),
@@ -188,7 +225,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 8.0}},
         "rope_scaling",
     ),
-    "bidirectional attention": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    "a share of more than a head": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 1.5}},
+        "rope_parameters.partial_rotary_factor",
+    ),
     "a soft cap that is never applied": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     "layer types of one window": ("qwen3_moe", {"layer_types": ["full_attention"] * 3}, "layer_types"),
     "a shared expert": ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size"),

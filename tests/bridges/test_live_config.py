@@ -88,7 +88,7 @@ def test_a_changed_architecture_field_is_an_error(
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("is_causal", False), ("foo", 1), ("attention_dropout", 0.1), ("pad_token_id", 5000), ("hidden_act", "relu")],
+    [("is_causal", False), ("foo", 1), ("attention_dropout", 1.5), ("pad_token_id", 5000), ("hidden_act", "mish")],
 )
 def test_what_no_loader_would_take_back_is_refused_by_name(
     saved: Callable[[str], Path], tmp_path: Path, field: str, value: Any

@@ -18,16 +18,17 @@ CPU = torch.device("cpu")
 
 
 @st.composite
-def masks(draw: st.DrawFn, batch: int = 2) -> MaskSpec:
+def masks(draw: st.DrawFn, batch: int = 2, both_ways: bool = True) -> MaskSpec:
     """Every kind of mask that a forward pass builds."""
     q_len = draw(st.integers(1, 9))
     window = draw(st.none() | st.integers(1, 12))
-    if draw(st.booleans()):  # cached: some keys come from before, a sliding layer has forgotten the oldest
+    causal = not both_ways or draw(st.booleans())
+    if causal and draw(st.booleans()):  # cached: some keys come from before, a sliding layer has forgotten the oldest
         past = draw(st.integers(0, 7))
         kept = past if window is None else min(past, window - 1)
         spec = MaskSpec(q_len, kept + q_len, q_offset=past, kv_offset=past - kept, window=window)
     else:
-        spec = MaskSpec(q_len, q_len, window=window)
+        spec = MaskSpec(q_len, q_len, window=window, causal=causal)
         if draw(st.booleans()):
             ids = draw(st.lists(st.lists(st.integers(0, 2), min_size=q_len, max_size=q_len), min_size=2, max_size=2))
             return replace(spec, documents=torch.tensor(ids).sort(-1).values)
@@ -39,9 +40,9 @@ def masks(draw: st.DrawFn, batch: int = 2) -> MaskSpec:
 
 
 def sees(spec: MaskSpec, row: int, query: int, key: int) -> bool:
-    """The rule in words: before or at it, inside the window, the same document, not padding."""
+    """The rule in words: before or at it (if causal), inside the window, the same document, not padding."""
     at, of = query + spec.q_offset, key + spec.kv_offset
-    if of > at or (spec.window is not None and at - of >= spec.window):
+    if (of > at and spec.causal) or (spec.window is not None and abs(at - of) >= spec.window):
         return False
     if spec.documents is not None and spec.documents[row, query] != spec.documents[row, key]:
         return False
@@ -90,6 +91,7 @@ PACKED = MaskSpec(9, 9, window=4, documents=torch.tensor([[0, 0, 1, 1, 1, 1, 1, 
 PADDED = MaskSpec(9, 9, key_valid=torch.arange(9)[None] >= torch.tensor([[0], [4]]))
 DECODING = MaskSpec(1, 9, q_offset=8)
 CHUNK = MaskSpec(3, 6, q_offset=20, kv_offset=17, window=4)
+BOTH_WAYS = MaskSpec(9, 9, causal=False)
 KINDS = {
     "causal": PLAIN,
     "window": WINDOWED,
@@ -126,14 +128,18 @@ def test_shortcuts_are_taken_at_all() -> None:
     assert replace(PLAIN, window=9).is_causal_square
     assert not WINDOWED.is_causal_square
     assert DECODING.sees_everything
+    assert BOTH_WAYS.sees_everything
+    assert BOTH_WAYS.is_shape_alone
+    assert not replace(BOTH_WAYS, window=8).is_shape_alone
     assert not CHUNK.sees_everything
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "documents", "flex"])
-@given(spec=masks())
-def test_attention_equals_one_query_at_a_time(implementation: str, spec: MaskSpec) -> None:
+@given(data=st.data())
+def test_attention_equals_one_query_at_a_time(implementation: str, data: st.DataObject) -> None:
     """Every implementation in float64, against Python floats."""
+    spec = data.draw(masks(both_ways=implementation != "documents"))
     q, k, v = tensors(spec)
     with force(attention=implementation):
         ours = attention(q, k, v, spec, scale=SCALE)
@@ -142,11 +148,12 @@ def test_attention_equals_one_query_at_a_time(implementation: str, spec: MaskSpe
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("implementation", ["eager", "documents", "flex"])
-@given(spec=masks(), softcap=st.sampled_from([None, 0.3, 5.0]), size=st.sampled_from([None, 0.0, 3.0, -30.0, 30.0]))
+@given(data=st.data(), softcap=st.sampled_from([None, 0.3, 5.0]), size=st.sampled_from([None, 0.0, 3.0, -30.0, 30.0]))
 def test_sinks_and_soft_caps_equal_one_query_at_a_time(
-    implementation: str, spec: MaskSpec, softcap: float | None, size: float | None
+    implementation: str, data: st.DataObject, softcap: float | None, size: float | None
 ) -> None:
     """The sink takes its share of each softmax and gives no value; the cap comes before the mask."""
+    spec = data.draw(masks(both_ways=implementation != "documents"))
     q, k, v = tensors(spec)
     sinks = None if size is None else size + torch.linspace(-1, 1, HEADS, dtype=q.dtype)
     softcap = None if implementation == "documents" else softcap
@@ -239,6 +246,9 @@ CANNOT: dict[str, tuple[str, str, MaskSpec, dict[str, object]]] = {
         MaskSpec(9, 9, key_valid=torch.tensor([1, 1, 0, 1, 1, 1, 1, 1, 1]).bool().repeat(2, 1)),
         {},
     ),
+    "blocks both ways": ("documents", "look back only", BOTH_WAYS, {}),
+    "documents with dropout": ("documents", "no dropout", PLAIN, {"dropout": 0.1}),
+    "flex with dropout": ("flex", "no dropout", PLAIN, {"dropout": 0.1}),
     "queries that are not last": ("documents", "not the last", MaskSpec(9, 9, q_offset=3), {}),
     "no such name": ("flesh", "one of documents, sdpa, eager, flex", PLAIN, {}),
 }
@@ -275,6 +285,9 @@ def test_flex_trains_on_cuda_only() -> None:
         (PADDED, {}, "documents"),
         (CHUNK, {}, "documents"),
         (PLAIN, {"softcap": 1.0}, "eager"),
+        (PLAIN, {"dropout": 0.1}, "sdpa"),
+        (PLAIN, {"dropout": 0.1, "sinks": torch.zeros(HEADS)}, "eager"),
+        (BOTH_WAYS, {}, "sdpa"),
         (DECODING, {}, "sdpa"),
         (DECODING, {"sinks": torch.zeros(HEADS)}, "documents"),
         (MaskSpec(9, 9, documents=torch.tensor([[0, 1] * 4 + [0]])), {}, "sdpa"),

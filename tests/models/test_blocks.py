@@ -31,6 +31,7 @@ from bestiary.models.config import (
     Norm,
     NormCast,
     NormPlacement,
+    ProportionalScaling,
     QKNorm,
     QKNormSpan,
     Rope,
@@ -210,6 +211,15 @@ CASES: dict[str, Case] = {
     "llama, linear scaling": Case(
         "LlamaForCausalLM", hf(rope_parameters=rope_of("linear", factor=4.0)), scaled(LinearScaling(factor=4.0))
     ),
+    "llama, relu, a part of the frequencies of the whole head": Case(
+        "LlamaForCausalLM",
+        hf(
+            rope_parameters=rope_of("proportional", partial_rotary_factor=0.4, factor=2.0),
+            hidden_act="relu",
+        ),
+        scaled(ProportionalScaling(partial_rotary_factor=0.4, factor=2.0)).with_(activation=Activation.RELU),
+    ),
+    "llama, relu squared": Case("LlamaForCausalLM", hf(hidden_act="relu2"), ours(activation=Activation.RELU2)),
     "llama, dynamic scaling past the context": Case(
         "LlamaForCausalLM",
         hf(rope_parameters=rope_of("dynamic", factor=3.0)),
@@ -402,6 +412,29 @@ CASES: dict[str, Case] = {
             embedding_multiplier_in_weight_dtype=True,
         ),
     ),
+    "embeddinggemma, attention both ways, windows counted from side to side": Case(
+        "Gemma3ForCausalLM",
+        hf(
+            use_bidirectional_attention=True,
+            query_pre_attn_scalar=24,
+            sliding_window=2 * WINDOW - 1,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={"full_attention": rope_of(theta=1e6), "sliding_attention": rope_of()},
+            tie_word_embeddings=True,
+        ),
+        ours(
+            attention=replace(HEADS, qk_norm=QKNorm(), causal=False),
+            norm=replace(NORM, placement=NormPlacement.SANDWICH, cast=NormCast.SCALE_THEN_CAST, plus_one=True),
+            rope=Rope(theta=1e6, rotary_dim=24),
+            sliding_rope=ROPE,
+            sliding_window=WINDOW,
+            layer_types=(SLIDING, FULL, SLIDING),
+            activation=Activation.GELU_TANH,
+            tie_word_embeddings=True,
+            embedding_multiplier=HIDDEN**0.5,
+            embedding_multiplier_in_weight_dtype=True,
+        ),
+    ),
     "hunyuan, q/k-norm after RoPE": Case(
         "HunYuanDenseV1ForCausalLM",
         hf(attention_bias=True),
@@ -577,8 +610,10 @@ ROUNDING = {
     "DecoderConfig.embedding_multiplier_in_weight_dtype",
 }
 # Fields that no single forward pass shows. test_surface holds the initial weights and the runtime switches, test_losses
-# the router loss, test_lora the adapters, test_generation the context, test_padding_row the pad token.
+# the router loss, test_lora the adapters, test_generation the context, test_padding_row the pad token,
+# test_dropout what attention drops while training.
 ELSEWHERE = {
+    "Attention.dropout",
     "DecoderConfig.initializer_range",
     "DecoderConfig.activation_checkpointing",
     "DecoderConfig.compile_blocks",

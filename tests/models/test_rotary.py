@@ -13,6 +13,7 @@ from bestiary.models.config import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     Rope,
     RopeScaling,
     YarnScaling,
@@ -50,6 +51,17 @@ KINDS: dict[str, tuple[float, dict[str, Any], RopeScaling | None]] = {
         {"rope_type": "yarn", **GPT_OSS, "factor": 1.0},
         YarnScaling(**{**GPT_OSS, "factor": 1.0}),
     ),
+    "proportional": (
+        1e6,
+        {"rope_type": "proportional", "partial_rotary_factor": 0.3},
+        ProportionalScaling(partial_rotary_factor=0.3),
+    ),
+    "proportional and stretched": (
+        1e4,
+        {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 3.0},
+        ProportionalScaling(partial_rotary_factor=0.5, factor=3.0),
+    ),
+    "proportional, the whole head": (1e4, {"rope_type": "proportional"}, ProportionalScaling()),
     "longrope": (
         1e4,
         {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bestiary.bridges.errors import UnsupportedConfig
+from bestiary.kernels.dispatch import force
 from bestiary.kernels.errors import BestiaryError
 from bestiary.verify import gates
 from bestiary.verify.checks import Check, Outcome, Replay, failed, holds, judged, passed
@@ -17,8 +20,18 @@ from bestiary.verify.coverage import Answer, finding
 from bestiary.verify.inputs import Inputs
 from bestiary.verify.lab import Lab
 from bestiary.verify.reference import hf_config
-from bestiary.verify.sweep import Kind, Variant, change, classify, must_refuse, variants
-from bestiary.verify.tiny import Raw
+from bestiary.verify.sweep import (
+    BOTH_WAYS,
+    TRAIN_SEED,
+    Kind,
+    Variant,
+    change,
+    classify,
+    must_refuse,
+    train_output,
+    variants,
+)
+from bestiary.verify.tiny import LENGTH, Raw
 from bestiary.verify.verdict import Exit
 
 SHORT = 24  # below the original context of every scaled RoPE
@@ -26,22 +39,38 @@ SMALLEST_VOCABULARY = 190
 
 
 def probes(lab: Lab, field: str) -> list[Inputs]:
-    """Inputs with labels that every variant can take: a long one, and for RoPE fields a short one as well."""
+    """Inputs with labels that every variant can take.
+
+    A long one; for RoPE fields a short one as well; for a mask that looks both ways a padded and a packed one.
+    """
     raw = lab.cases[lab.main_case]
     raw = {**raw, "vocab_size": min(SMALLEST_VOCABULARY, raw["vocab_size"])}
     inputs = [lab.inputs(raw, batch=2).with_labels()]
     if "rope" in field:
         inputs.append(lab.inputs(raw, batch=1, length=SHORT).with_labels())
+    if BOTH_WAYS in field:
+        positions = torch.arange(LENGTH)[None].expand(2, -1)
+        # Less padding than any window: what a token sees that sees no key at all means nothing.
+        ragged = ((positions >= torch.tensor([[0], [5]])) & (positions < torch.tensor([[LENGTH - 5], [LENGTH]]))).long()
+        restarted = torch.where(positions < 2 * SHORT, positions, positions - 2 * SHORT)
+        inputs.append(replace(inputs[0], attention_mask=ragged).with_labels())
+        # Hugging Face's loss asks the end of a document for the start of the next; ours does not, so nobody asks.
+        labels = inputs[0].with_labels().kwargs()["labels"].masked_fill(positions == 2 * SHORT, -100)
+        inputs.append(replace(inputs[0], position_ids=restarted, labels=labels))
     return inputs
 
 
 def _ours(lab: Lab, raw: Raw, inputs: Sequence[Inputs], *, train: bool = False) -> list[dict[str, Tensor]]:
-    """Our logits and loss on a config, with the weights that Hugging Face has there."""
+    """Our logits and loss on a config, with the weights that Hugging Face has there; in train mode from one seed."""
     model = lab.ours.build(raw, lab.state(raw), torch.float64)
     model.train(train)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        return [dict(model(**one.kwargs(), return_logits=True)) for one in inputs]
+    outputs = []
+    # In train mode attention runs in the form that Hugging Face's eager one has: the numbers drawn are the same then.
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), force(attention="eager") if train else nullcontext():
+        for one in inputs:
+            torch.manual_seed(TRAIN_SEED)
+            outputs.append(dict(model(**one.kwargs(), return_logits=True)))
+    return outputs
 
 
 def _note(lab: Lab, variant: Variant, kind: Kind, answer: Answer, note: str = "") -> None:
@@ -80,7 +109,7 @@ def _compare(lab: Lab, variant: Variant) -> Outcome:
         _note(lab, variant, kind, "not compared", remark)
         return failed(Exit.CONFIG, f"{variant.id} is accepted, and Hugging Face cannot run it ({remark})")
     if kind is Kind.TRAIN:
-        return _compare_in_train_mode(lab, variant, inputs[0])
+        return _compare_in_train_mode(lab, variant, inputs)
     ours = _ours(lab, variant.raw, inputs)
     theirs = [lab.reference_of(variant.raw).output(one) for one in inputs]
     worst = max(change(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -103,11 +132,24 @@ def _unmoved(lab: Lab, variant: Variant, inputs: Sequence[Inputs], ours: Sequenc
     return max(change(a, b) for a, b in zip(ours, before, strict=True)) <= gates.MOVED
 
 
-def _compare_in_train_mode(lab: Lab, variant: Variant, inputs: Inputs) -> Outcome:
-    (ours,), (before,) = (_ours(lab, raw, [inputs], train=True) for raw in (variant.raw, variant.against))
-    live = change(ours, before) > gates.MOVED
-    _note(lab, variant, Kind.TRAIN, "moved" if live else "ignored")
-    return holds(live, Exit.CONFIG, f"{variant.id} acts in Hugging Face's train mode and not in ours")
+def _compare_in_train_mode(lab: Lab, variant: Variant, inputs: Sequence[Inputs]) -> Outcome:
+    """Both sides draw from one seed, so that what is drawn, its size and its place all show; and eval mode is equal."""
+    reference = lab.reference_of(variant.raw)
+    quiet, ours = _ours(lab, variant.raw, inputs), _ours(lab, variant.raw, inputs, train=True)
+    in_eval = max(change(a, reference.output(one)) for a, one in zip(quiet, inputs, strict=True))
+    in_train = max(change(a, train_output(reference, one)) for a, one in zip(ours, inputs, strict=True))
+    worst = max(in_eval, in_train)
+    if lab.gates["V3"].holds(worst):
+        _note(lab, variant, Kind.TRAIN, "equal")
+        return judged(worst, lab.gates["V3"])
+    before = _ours(lab, variant.against, inputs, train=True)
+    if max(change(a, b) for a, b in zip(ours, before, strict=True)) <= gates.MOVED:
+        _note(lab, variant, Kind.TRAIN, "ignored")
+        text = f"{variant.id} acts in Hugging Face's train mode and not in ours"
+        return Outcome("failed", Exit.CONFIG, text, worst, lab.gates["V3"])
+    mode = "eval" if in_eval > in_train else "train"
+    _note(lab, variant, Kind.TRAIN, "different", f"{worst:.1e} from Hugging Face in {mode} mode")
+    return judged(worst, lab.gates["V3"], detail=f"{variant.id} acts otherwise in {mode} mode")
 
 
 def _refused(lab: Lab, variant: Variant) -> Outcome:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bestiary.models.config import DecoderConfig, QKNorm, QKNormSpan
 from bestiary.verify.planted import replay
-from bestiary.verify.planted.bug import PlantedBug
+from bestiary.verify.planted.bug import Plant, PlantedBug
 from bestiary.verify.planted.patching import adapted, built, exchange, override, patch
 
 _MODULE = "bestiary.models.layers.attention"
@@ -137,6 +137,43 @@ def _without_bias(attention: Any) -> None:
         override(linear, lambda x, linear=linear: F.linear(x, linear.weight))
 
 
+# ------------------------------------------------------------------ dropout
+
+
+def _dropping_in_eval(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        before, self.training = self.training, True
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            self.training = before
+
+    return run
+
+
+def _drops_values(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, *, dropout: float, **options: Any) -> Tensor:
+        return F.dropout(attend(q, k, v, mask, **options), dropout)
+
+    return attention
+
+
+def _keeps_the_size(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args, dropout, **options: attend(*args, dropout=dropout, **options) * (1 - dropout)
+
+
+def _dropout(id: str, cause: str, ours: Plant) -> PlantedBug:
+    return PlantedBug(
+        id=id,
+        cause=cause,
+        level="V3",
+        ours=ours,
+        config_fields=("attention_dropout",),
+        checks=("attention_dropout",),
+        quick=("attention_dropout=*",),
+    )
+
+
 def _swap_k_v(attention: Any) -> None:
     exchange(attention.k_proj, attention.v_proj)
 
@@ -240,5 +277,25 @@ BUGS = (
         ours=built(f"{_MODULE}:SelfAttention", _without_bias),
         reference=replay.tensors(_projections, torch.zeros_like, "bias"),
         config_fields=("attention_bias",),
+    ),
+    _dropout(
+        "C59a_attention_dropout_ignored",
+        "attention_dropout is accepted and ignored",
+        adapted(lambda config: config.with_(attention=replace(config.attention, dropout=0.0))),
+    ),
+    _dropout(
+        "C59b_attention_dropout_in_eval",
+        "attention drops weights in eval mode too",
+        patch(f"{_MODULE}:SelfAttention.forward", _dropping_in_eval),
+    ),
+    _dropout(
+        "C59c_attention_dropout_on_the_values",
+        "dropout falls on what attention returns instead of the softmax weights",
+        patch(f"{_MODULE}:attention", _drops_values),
+    ),
+    _dropout(
+        "C59d_attention_dropout_not_made_up_for",
+        "the weights that dropout keeps do not grow by 1 / (1 − p)",
+        patch(f"{_MODULE}:attention", _keeps_the_size),
     ),
 )

@@ -81,6 +81,33 @@ def _irregular(config: DecoderConfig) -> bool:
     )
 
 
+def _both_ways(change: Callable[[int], int]) -> Plant:
+    """A model that looks both ways has another window."""
+
+    def wrong(config: DecoderConfig) -> DecoderConfig:
+        window = config.sliding_window
+        return config if config.attention.causal or window is None else config.with_(sliding_window=change(window))
+
+    return adapted(wrong)
+
+
+def _windows_look_back(spec: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda **fields: spec(**{**fields, "causal": fields["causal"] or fields["window"] is not None})
+
+
+def _bidirectional(id: str, cause: str, ours: Plant) -> PlantedBug:
+    return PlantedBug(
+        id=id,
+        cause=cause,
+        level="V3",
+        serves=_declares("use_bidirectional_attention"),
+        ours=ours,
+        config_fields=("use_bidirectional_attention", "sliding_window"),
+        checks=("use_bidirectional_attention",),
+        quick=("use_bidirectional_attention*",),
+    )
+
+
 def _default_activation(config: DecoderConfig) -> DecoderConfig:
     sandwich = config.embedding_multiplier != 1.0
     return config.with_(activation=Activation.GELU_TANH if sandwich else Activation.SILU)
@@ -156,15 +183,38 @@ BUGS = (
         checks=("attn_logit_softcapping",),
         quick=("attn_logit_softcapping=*",),
     ),
+    _bidirectional(
+        "G30b_bidirectional_attention_ignored",
+        "use_bidirectional_attention is accepted and ignored",
+        _hidden("use_bidirectional_attention"),
+    ),
+    _bidirectional(
+        "G30c_bidirectional_window_not_halved",
+        "the window of a model that looks both ways reaches as far to each side as the file says for both",
+        _both_ways(lambda window: 2 * (window - 1)),
+    ),
+    _bidirectional(
+        "G30d_bidirectional_window_minus_one",
+        "the window of a model that looks both ways ends one token early on each side",
+        _both_ways(lambda window: window - 1),
+    ),
+    _bidirectional(
+        "G30e_bidirectional_windows_look_back",
+        "sliding layers of a model that looks both ways look back only",
+        patch("bestiary.models.inputs:MaskSpec", _windows_look_back),
+    ),
     PlantedBug(
-        id="G30b_bidirectional_attention_ignored",
-        cause="use_bidirectional_attention is accepted and ignored",
+        id="C11d_relu_not_squared",
+        cause="relu2 is computed as relu",
         level="V3",
-        serves=_declares("use_bidirectional_attention"),
-        ours=_hidden("use_bidirectional_attention"),
-        config_fields=("use_bidirectional_attention",),
-        checks=("use_bidirectional_attention",),
-        quick=("use_bidirectional_attention=*",),
+        applies=lambda config: config.moe is None or config.moe.clamp is None,
+        ours=patch(
+            "bestiary.kernels.lean:activate",
+            lambda act: lambda gate, name: act(gate, "relu" if name == "relu2" else name),
+        ),
+        config_fields=("hidden_act", "hidden_activation"),
+        checks=("=relu2",),
+        quick=("hidden_act*=relu2",),
     ),
     PlantedBug(
         id="B44a_attention_bias_written_wrong",

@@ -15,6 +15,7 @@ from bestiary.models.config import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     Rope,
     YarnScaling,
 )
@@ -30,6 +31,7 @@ _NAMES = {
     "llama3": Llama3Scaling,
     "yarn": YarnScaling,
     "longrope": LongRopeScaling,
+    "proportional": ProportionalScaling,
 }
 
 
@@ -151,6 +153,23 @@ def _context_as_factor(parameters: dict[str, Any], config: Any) -> None:
     parameters.update(factor=config.max_position_embeddings / parameters["original_max_position_embeddings"])
 
 
+# ------------------------------------------------------------------ proportional
+
+
+def _squeezed(frequencies: Callable[..., Any]) -> Callable[..., Any]:
+    """The frequencies of a head as small as the part that turns."""
+
+    def of(rope: Rope, *args: Any, **kwargs: Any) -> Any:
+        found, factor = frequencies(rope, *args, **kwargs)
+        turning = int((found != 0).sum())
+        if not isinstance(rope.scaling, ProportionalScaling) or not turning:
+            return found, factor
+        small, _ = frequencies(replace(rope, rotary_dim=2 * turning, scaling=None), *args, **kwargs)
+        return torch.cat((small, found[turning:])), factor
+
+    return of
+
+
 # ------------------------------------------------------------------ layer types
 
 
@@ -257,6 +276,16 @@ BUGS = (
     _ignored("yarn", everywhere, "V3", "c"),
     _ignored("dynamic", everywhere, "V3", "d"),
     _ignored("longrope", everywhere, "V3", "e"),
+    _ignored("proportional", everywhere, "V3", "g"),
+    PlantedBug(
+        id="C07h_proportional_frequencies_squeezed",
+        cause="proportional RoPE spaces its frequencies over the part that turns instead of the whole head",
+        level="V3",
+        ours=patch(f"{_ROTARY}:rope_frequencies", _squeezed),
+        config_fields=("rope_parameters.partial_rotary_factor",),
+        checks=("proportional",),
+        quick=("*proportional*",),
+    ),
     _yarn(
         "O40a_yarn_truncated",
         "the bounds of YaRN's ramp are rounded to whole dimensions although truncate is false",
