@@ -177,7 +177,7 @@ def run_matrix(
             records = list(pool.map(_task, *zip(*tasks, strict=True), [cache] * len(tasks)))
     problems = {}
     for (i, target), record in zip(tasks, records, strict=True):
-        found = record.problems(matrix[i].mma, EXCEPTIONS.get((record.name, target)))
+        found = record.problems(matrix[i].mma(target), EXCEPTIONS.get((record.name, target)))
         if found:
             problems[f"{record.name} sm_{target}"] = found
     return records, problems

@@ -6,12 +6,14 @@ from typing import Any
 
 from bestiary.kernels import triton_activation as activation
 from bestiary.kernels import triton_log_prob_tiles as log_prob
+from bestiary.kernels import triton_lora_linear as lora_linear
 from bestiary.kernels import triton_mxfp4 as mxfp4
 from bestiary.kernels import triton_norm as norm
 from bestiary.kernels import triton_rope as rope
 from bestiary.kernels.triton_runtime import power_of_two, warps
 
 TARGETS = (80, 90, 100)  # A100, H100 and H200, B200
+MMA = {80: "mma", 90: "wgmma", 100: "tcgen05"}  # a family each, `aot.FAMILIES`
 MOST = 150  # compilations in all: the matrix stays within minutes
 
 
@@ -21,7 +23,7 @@ class Compilation:
 
     types: argument → Triton's name of its type, of the arguments that are not constants.
     aligned: numbers among them that 16 divides (pointers always do); the compiler then reads 16 bytes at a time.
-    mma: the family of matrix instructions that its code must use, on every target: none where products are cuBLAS's.
+    tensor_cores: whether its code must use the target's matrix instructions, or none: most products are cuBLAS's.
     """
 
     kernel: Any
@@ -30,12 +32,16 @@ class Compilation:
     constants: Mapping[str, Any]
     warps: int
     aligned: frozenset[str] = field(default_factory=frozenset)
-    mma: str = "none"
+    tensor_cores: bool = False
 
     @property
     def name(self) -> str:
         """Kernel and label."""
         return f"{self.kernel.__name__} {self.label}"
+
+    def mma(self, target: int) -> str:
+        """The family of matrix instructions expected on a target."""
+        return MMA[target] if self.tensor_cores else "none"
 
 
 # (name of the compilation, target) → why its spill or shared memory is accepted. An entry that nothing needs fails.
@@ -44,7 +50,7 @@ EXCEPTIONS: dict[tuple[str, int], str] = {}
 
 def compilations() -> list[Compilation]:
     """All of them, for one target."""
-    return [*_norms(), *_ropes(), *_activations(), *_mxfp4(), *_statistics(), *_gradients()]
+    return [*_norms(), *_ropes(), *_activations(), *_mxfp4(), *_statistics(), *_gradients(), *_lora_linears()]
 
 
 def _types(kernel: Any, constants: Mapping[str, Any], pointers: Mapping[str, str], **others: str) -> dict[str, str]:
@@ -155,3 +161,23 @@ def _gradients() -> Iterator[Compilation]:
         }  # fmt: skip
         types = _types(kernel, constants, pointers, **_SCALARS)
         yield Compilation(kernel, label, types, constants, log_prob.WARPS, _TILE & types.keys())
+
+
+def _lora_linears() -> Iterator[Compilation]:
+    # Qwen3-4B's MLP with r = 16, forward; GPT-OSS's biased q with r = 64; backward, where both weights lie transposed.
+    kernel, shape = lora_linear.low_rank_linear, lora_linear.LAUNCH
+    pointers = dict.fromkeys(("x", "weight", "bias", "low", "high", "out"), "*bf16")
+    for label, rank, has_bias, transposed in (
+        ("r=16", 16, False, False),
+        ("r=64, bias", 64, True, False),
+        ("r=16, back", 16, False, True),
+    ):
+        constants: dict[str, Any] = {
+            "HAS_BIAS": has_bias, "RANK": lora_linear.rank_block(rank), "ROWS": shape.rows, "COLUMNS": shape.columns,
+            "DEPTH": shape.depth, "GROUP": shape.group,
+        }  # fmt: skip
+        units = ("weight_stride", "high_stride") if transposed else ("weight_step", "high_step")
+        constants |= dict.fromkeys(units, 1) | ({} if has_bias else {"bias": None})
+        types = _types(kernel, constants, pointers, scaling="fp32")
+        aligned = frozenset(types.keys() - pointers.keys() - {"rows", "scaling"})
+        yield Compilation(kernel, label, types, constants, shape.warps, aligned, tensor_cores=True)

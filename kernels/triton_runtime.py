@@ -19,6 +19,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
 WIDEST_ROW = 8192
+LEAST_ROWS = 128  # of a product in Triton
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -68,6 +69,20 @@ def product_obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str
     if torch.version.hip is not None and hidden.dtype == torch.bfloat16:
         return "products of bfloat16 with sums in fp32 are cuBLAS's"
     return obstacle(hidden, weight, bias)
+
+
+def lora_obstacle(x: Tensor, weight: Tensor, bias: Tensor | None, lora_A: Tensor, lora_B: Tensor) -> str | None:
+    """Why a linear layer with an adapter cannot run in Triton, for `dispatch.choose`; None: it can."""
+    dtypes = {tensor.dtype for tensor in (x, weight, bias, lora_A, lora_B) if tensor is not None}
+    if len(dtypes) > 1:
+        return f"dtypes differ ({', '.join(sorted(map(str, dtypes)))}), and its products take one"
+    if not INTERPRETED and x.dtype == torch.float32:
+        return "products of float32 are cuBLAS's"
+    found = obstacle(x, weight, bias, lora_A, lora_B)
+    # Asked last: under torch.compile it splits lengths into two graphs, and only where Triton could run.
+    if found is None and not INTERPRETED and x.numel() < LEAST_ROWS * x.shape[-1]:
+        return f"fewer than {LEAST_ROWS} rows fill no tile"
+    return found
 
 
 def require(operation: str, found: str | None) -> None:

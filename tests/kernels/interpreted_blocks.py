@@ -13,6 +13,7 @@ from bestiary.bridges.mxfp4 import dequantize as torch_dequantize
 from bestiary.kernels.activation import clamped_swiglu, gated
 from bestiary.kernels.dispatch import record
 from bestiary.kernels.errors import InvalidArgument, UnsupportedDispatch
+from bestiary.kernels.lora_linear import lora_linear
 from bestiary.kernels.norm import rms_norm
 from bestiary.kernels.rope import apply_rope
 from bestiary.kernels.triton_activation import clamped_swiglu as triton_clamped_swiglu
@@ -191,6 +192,34 @@ def test_mxfp4_refuses_other_shapes_and_dtypes() -> None:
         triton_dequantize(blocks, scales[:1])
     with pytest.raises(InvalidArgument, match="uint8"):
         triton_dequantize(blocks.int(), scales)
+
+
+@pytest.mark.parametrize(
+    ("shape", "out", "rank"),
+    [((5,), 7, 3), ((2, 70), 131, 16), ((9,), 1, 1), ((0,), 4, 2), ((3, 43), 300, 33)],
+)
+@pytest.mark.parametrize("width", [1, 64, 100])
+@pytest.mark.parametrize("bias", [False, True])
+def test_lora_linear(shape: tuple[int, ...], width: int, out: int, rank: int, bias: bool) -> None:
+    """Tiles that are not full in any dimension; gradients of x through the same kernel, transposed."""
+    scale = max(width, 1) ** -0.5
+
+    def split(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda x, w, a, b, *rest: function(x, w, rest[0] if rest else None, a, b, 1.5)
+
+    inputs = [normal(*shape, width), normal(out, width, seed=1) * scale, normal(rank, width, seed=2) * scale]
+    inputs += [normal(out, rank, seed=3)] + ([normal(out, seed=4)] if bias else [])
+    with record() as ran:
+        assert_same(split(lora_linear), split(lora_linear), inputs)
+    assert [name for _, name in ran] == ["triton", "fused"]  # in fp32 and, the exact one, in float64
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lora_linear_of_any_strides(layout: str) -> None:
+    """Of x, the weight and the adapter."""
+    inputs = [strided(tensor, layout) for tensor in (normal(6, 40), normal(9, 40), normal(4, 40), normal(9, 4))]
+    run = lambda x, w, a, b: lora_linear(x, w, None, a, b, 0.5)  # noqa: E731
+    assert_same(run, run, inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
