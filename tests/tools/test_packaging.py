@@ -76,6 +76,29 @@ def test_installed_entry_points_are_those_of_pyproject() -> None:
     assert set(installed) == MODEL_TYPES | {"auto"}
 
 
+def _pins(name: str) -> dict[str, str]:
+    """Versions of a requirement file; a line that is no exact pin fails."""
+    lines = (ROOT / "tools" / "requirements" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line.partition(";")[0].strip().split("==") for line in lines if not line.startswith("#")]
+    assert all(len(pin) == 2 for pin in pins), [pin for pin in pins if len(pin) != 2]
+    return {package.lower().replace("_", "-"): version for package, version in pins}
+
+
+def test_what_is_installed_without_dependencies_changes_nothing_that_is_there() -> None:
+    """--no-deps looks at no constraint: a pin that differs would exchange a package under the tests' feet."""
+    held = _pins("constraints")
+    for name in ("demo", "vllm"):
+        assert {package for package, version in _pins(name).items() if held.get(package, version) != version} == set()
+    assert held["trl"].startswith("1.16.")
+    assert not {"torch", "torchvision", "torchaudio", "torchcodec", "setuptools"} & set(_pins("vllm"))
+
+
+def test_the_oldest_triton_is_the_lower_end_of_the_extra() -> None:
+    (extra,) = _pyproject()["project"]["optional-dependencies"]["triton"]
+    (oldest,) = _pins("triton-oldest").values()
+    assert extra.startswith(f"triton>={oldest.removesuffix('.0')},")
+
+
 @pytest.mark.parametrize("name", sorted(MODEL_TYPES))
 def test_bridge_entry_point_resolves(name: str) -> None:
     """Each entry is a bridge of the model_type's family."""
