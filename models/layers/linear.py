@@ -6,6 +6,7 @@ from typing import cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bestiary.kernels.lora_linear import lora_linear
 from bestiary.models.config import LoRAConfig
 from bestiary.models.lora import Adaptable, LowRank, Site, new_adapter
 
@@ -17,8 +18,8 @@ class Linear(Adaptable, nn.Linear):
         lora: the adapter of this layer, or None.
 
     Shapes: weight (out, in), bias (out,), lora_A (r, in), lora_B (out, r).
-    The low-rank product runs in the adapter's dtype and is added before the one cast back, as in PEFT. It subclasses
-    `nn.Linear`, so that PEFT can wrap it; both adapters on one layer is an error.
+    With LoRA it runs as `kernels.lora_linear`: the low-rank product in the adapter's dtype, added before the one cast
+    back, as in PEFT. It subclasses `nn.Linear`, so that PEFT can wrap it; both adapters on one layer is an error.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, lora: LoRAConfig | None = None) -> None:
@@ -29,11 +30,18 @@ class Linear(Adaptable, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out)."""
-        y = F.linear(x, self.weight, self.bias)
         if self.lora is None:
-            return y
-        low = F.linear(F.dropout(x, self.lora.dropout, self.training).to(self.lora_A.dtype), self.lora_A)
-        return (y + F.linear(low, self.lora_B) * self.lora.scaling).to(y.dtype)
+            return F.linear(x, self.weight, self.bias)
+        return lora_linear(
+            x,
+            self.weight,
+            self.bias,
+            self.lora_A,
+            self.lora_B,
+            self.lora.scaling,
+            dropout=self.lora.dropout,
+            training=self.training,
+        )
 
     def sites(self, name: str) -> Iterator[Site]:
         """The weight."""
