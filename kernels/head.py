@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bestiary.kernels.linear import linear
+
 TILE = 64
 
 
@@ -21,7 +23,7 @@ def head_logits(hidden: Tensor, weight: Tensor, *, divisor: float = 1.0, softcap
     Returns:
         (..., V), contiguous, in the dtype of the product.
     """
-    logits = _TiledLinear.apply(hidden, weight) if weight.shape[0] % TILE else F.linear(hidden, weight)
+    logits = _TiledLinear.apply(hidden, weight) if weight.shape[0] % TILE else linear(hidden, weight)
     if divisor != 1.0:
         logits = logits / divisor
     if softcap is not None:
@@ -40,8 +42,8 @@ class _TiledLinear(torch.autograd.Function):
     def forward(hidden: Tensor, weight: Tensor) -> Tensor:
         ragged = weight.shape[0] % TILE
         whole = weight.shape[0] - ragged
-        tile = F.linear(hidden, F.pad(weight[whole:], (0, 0, 0, TILE - ragged)))[..., :ragged]
-        return torch.cat((F.linear(hidden, weight[:whole]), tile), dim=-1)
+        tile = linear(hidden, F.pad(weight[whole:], (0, 0, 0, TILE - ragged)))[..., :ragged]
+        return torch.cat((linear(hidden, weight[:whole]), tile), dim=-1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

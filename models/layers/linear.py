@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import cast
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bestiary.kernels.linear import linear
 from bestiary.kernels.lora_linear import lora_linear
 from bestiary.models.config import LoRAConfig
 from bestiary.models.lora import Adaptable, LowRank, Site, new_adapter
@@ -31,7 +31,7 @@ class Linear(Adaptable, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out)."""
         if self.lora is None:
-            return F.linear(x, self.weight, self.bias)
+            return linear(x, self.weight, self.bias)
         return lora_linear(
             x,
             self.weight,

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bestiary.kernels.dispatch import record
 from bestiary.kernels.head import TILE, head_logits
 
 VOCABULARIES = [1, 63, 64, 65, 1003, 1024]
@@ -69,3 +70,17 @@ def test_caps_and_divisor_run_in_the_dtype_of_the_logits(dtype: torch.dtype) -> 
     assert capped.dtype == dtype
     assert torch.equal(capped, torch.tanh(plain / 1.7 / 2.5) * 2.5)
     assert not torch.equal(capped, plain)
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+@torch.no_grad()
+def test_the_few_rows_of_a_decoding_step_run_as_few_rows(vocab: int) -> None:
+    """Whole and ragged part through `kernels.linear`, to the rounding of fp32, in memory of their own."""
+    hidden, weight = setting(vocab, torch.float32)
+    with record() as log:
+        logits = head_logits(hidden, weight, softcap=2.5)
+    assert {operation for operation, _ in log} == {"linear"}
+    expected = 2.5 * torch.tanh(F.linear(hidden.double(), weight.double()) / 2.5)
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
+    assert logits.is_contiguous()
+    assert logits.untyped_storage().nbytes() == logits.numel() * logits.element_size()
