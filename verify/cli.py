@@ -28,6 +28,8 @@ examples:
   verify-bridge qwen3 gemma3 --json out.json            several, with the verdict for a program
   verify-bridge --all --json -                          every registered bridge
   verify-bridge qwen3 --level V0..V2 --only layer0      the inner loop of a port
+  verify-bridge qwen3 --report out.html --card out.md   the verdict for people
+  verify-bridge diff before.json after.json             progress between two verdicts
   verify-bridge ./checkpoint --text README.md           a checkpoint, on a text of yours
   verify-bridge self-test                               plant bugs and see that each is found
   verify-bridge self-test gpt_oss --catalogue my_bugs   with bugs of a module of yours
@@ -49,7 +51,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of `verify-bridge TARGET…`."""
     parser = _Parser(
         prog="verify-bridge",
-        usage="verify-bridge [options] TARGET [TARGET …]\n       verify-bridge self-test [options] [FAMILY …]",
+        usage="verify-bridge [options] TARGET [TARGET …]\n       verify-bridge self-test [options] [FAMILY …]\n"
+        "       verify-bridge diff BEFORE.json AFTER.json",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -67,7 +70,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--isolate", action="store_true", help="run our forward where transformers' models are blocked")
     parser.add_argument("--text", metavar="FILE", help="checkpoint: text to compare on, by the folder's tokenizer")
     parser.add_argument("--tokens", metavar="FILE", help="checkpoint: JSON list of token ids to compare on")
-    outputs.add_options(parser, "json")
+    outputs.add_options(parser, "json", "report", "card", "junit")
+    parser.add_argument("--kill-matrix", metavar="FILE", help="self-test JSON whose kill matrix page and card show")
     parser.add_argument("--quiet", action="store_true", help="no progress lines on stderr")
     return parser
 
@@ -82,8 +86,23 @@ def build_self_test_parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="every registered bridge")
     parser.add_argument("--catalogue", action="append", default=[], metavar="MODULE", help="a module with more bugs")
     parser.add_argument("--seed", type=int, default=0, help="of weights and inputs; default: 0")
-    outputs.add_options(parser, "json")
+    outputs.add_options(parser, "json", "report", "junit")
     parser.add_argument("--quiet", action="store_true", help="no progress lines on stderr")
+    return parser
+
+
+def build_diff_parser() -> argparse.ArgumentParser:
+    """The parser of `verify-bridge diff`."""
+    parser = _Parser(
+        prog="verify-bridge diff",
+        description="Progress between two verdicts that `verify-bridge --json` wrote.",
+        epilog="exit codes: 0 nothing got worse   1 something that passed fails now\n"
+        "            5 something is not verified any more   7 no verdict, or one of another gate version",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("before", metavar="BEFORE.json", help="the older verdict")
+    parser.add_argument("after", metavar="AFTER.json", help="the newer verdict")
+    outputs.add_options(parser, "json")
     return parser
 
 
@@ -92,6 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["self-test"]:
         return _guarded(_self_test, build_self_test_parser().parse_args(arguments[1:]))
+    if arguments[:1] == ["diff"]:
+        return _guarded(_diff, build_diff_parser().parse_args(arguments[1:]))
     parser = build_parser()
     args = parser.parse_args(arguments)
     if not args.targets and not args.all:
@@ -118,9 +139,11 @@ def _verify(args: argparse.Namespace) -> int:
     outputs.check(args)
     from bestiary.bridges import registered_bridges
     from bestiary.verify.api import verify
+    from bestiary.verify.reading import read_self_test
     from bestiary.verify.report import text
     from bestiary.verify.verdict import report
 
+    kills = read_self_test(args.kill_matrix) if args.kill_matrix else None
     verdicts = [
         verify(
             target,
@@ -139,7 +162,7 @@ def _verify(args: argparse.Namespace) -> int:
     ]
     _progress("")
     result = report(verdicts)
-    if not outputs.write_report(args, result):
+    if not outputs.write_report(args, result, kills):
         say(text(result))
     return int(result.exit_code)
 
@@ -153,6 +176,17 @@ def _self_test(args: argparse.Namespace) -> int:
     result = self_test(families, catalogues=args.catalogue, seed=args.seed, progress=None if args.quiet else _progress)
     _progress("")
     if not outputs.write_self_test(args, result):
+        say(result.text())
+    return int(result.exit_code)
+
+
+def _diff(args: argparse.Namespace) -> int:
+    outputs.check(args)
+    from bestiary.verify.diff import diff
+    from bestiary.verify.reading import read_report
+
+    result = diff(read_report(args.before), read_report(args.after))
+    if not outputs.write_diff(args, result):
         say(result.text())
     return int(result.exit_code)
 

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import cache
 from typing import Any, Literal
 
@@ -23,8 +24,14 @@ READERS = ("bestiary.bridges.fields", "bestiary.bridges.rope")
 """Modules that read fields for every bridge."""
 
 
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
 def _short(value: Any) -> str:
-    text = str(value) if isinstance(value, str) else repr(value)
+    text = str(_plain(value))
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 

@@ -10,11 +10,15 @@ from bestiary.verify import destination
 from bestiary.verify.destination import STDOUT, BadDestination
 
 if TYPE_CHECKING:
+    from bestiary.verify.diff import Diff
     from bestiary.verify.self_test import SelfTest
     from bestiary.verify.verdict import Report
 
 HELP: Mapping[str, str] = {
-    "json": "write the whole result for a program (- for stdout)",
+    "json": "write the whole result for a program (- for stdout, here and below)",
+    "report": "write one self-contained HTML page",
+    "card": "write a Markdown card",
+    "junit": "write JUnit XML",
 }
 
 
@@ -50,11 +54,47 @@ def _write(args: argparse.Namespace, renderers: Mapping[str, Callable[[], str]])
     return STDOUT in wanted.values()
 
 
-def write_report(args: argparse.Namespace, report: Report) -> bool:
-    """Writes the wanted forms of a report; whether one of them went to stdout."""
-    return _write(args, {"json": report.to_json})
+def write_report(args: argparse.Namespace, report: Report, self_test: SelfTest | None = None) -> bool:
+    """Writes the wanted forms of a report; whether one of them went to stdout.
+
+    Args:
+        self_test: whose kill matrix page and card show.
+    """
+
+    def html() -> str:
+        from bestiary.verify.html_report import html_report
+
+        return html_report(report, self_test)
+
+    def markdown() -> str:
+        from bestiary.verify.model_card import card
+
+        return card(report, self_test)
+
+    def junit() -> str:
+        from bestiary.verify.junit import junit_report
+
+        return junit_report(report)
+
+    return _write(args, {"json": report.to_json, "report": html, "card": markdown, "junit": junit})
 
 
 def write_self_test(args: argparse.Namespace, result: SelfTest) -> bool:
     """Writes the wanted forms of a self-test; whether one of them went to stdout."""
+
+    def html() -> str:
+        from bestiary.verify.html_report import html_self_test
+
+        return html_self_test(result)
+
+    def junit() -> str:
+        from bestiary.verify.junit import junit_self_test
+
+        return junit_self_test(result)
+
+    return _write(args, {"json": result.to_json, "report": html, "junit": junit})
+
+
+def write_diff(args: argparse.Namespace, result: Diff) -> bool:
+    """Writes a difference as JSON if wanted; whether it went to stdout."""
     return _write(args, {"json": result.to_json})

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from textwrap import wrap
 
-from bestiary.verify.verdict import Exit, Level, Report, Verdict
+from bestiary.verify.verdict import WORDS, Exit, Level, Report, Verdict, Word, Worst
 
 MAX_LINES = 40
 MAX_FAILURES = 8
 WIDTH = 200
+MEANING: dict[Word, str] = {
+    "pass": "Every planned check passed.",
+    "numeric": "Numbers differ from Hugging Face's beyond a gate.",
+    "keys": "Keys, shapes or the round trip of a checkpoint differ.",
+    "config": "A config field moves Hugging Face and not ours.",
+    "refused": "Refused by name as unsupported.",
+    "inconclusive": "The checks that ran could not have told a wrong model from a right one.",
+    "tampering": "The reference or the verifier is not what was installed, or ours delegates to the reference.",
+    "usage": "Nothing was verified.",
+}
 _SHOWN = {"ok": "ok", "fail": "FAIL", "refused": "REFUSED", "inconclusive": "INCONCL", "not run": "not run"}
 
 
@@ -18,12 +28,26 @@ def _cut(text: str, width: int) -> str:
     return flat if len(flat) <= width else flat[: width - 1] + "…"
 
 
+def figure_text(worst: Worst) -> str:
+    """A level's worst figure, "1.2e-15"."""
+    return "not finite" if worst.figure is None else f"{worst.figure:.1e}"
+
+
+def totals(verdict: Verdict) -> tuple[int, int]:
+    """Checks passed and planned over all levels."""
+    return sum(level.passed for level in verdict.levels), sum(level.planned for level in verdict.levels)
+
+
+def report_word(report: Report) -> Word:
+    """The finding over all verdicts: the word of its exit code."""
+    return WORDS[report.exit_code]
+
+
 def _level(level: Level) -> str:
     counts = f"{level.passed}/{level.planned}"
     line = f"  {level.id} {level.title:<11} {_SHOWN[level.status]:<8} {counts:>9}  {level.seconds:6.1f} s"
     if level.worst is not None:
-        figure = "not finite" if level.worst.figure is None else f"{level.worst.figure:.1e}"
-        line += f"   worst {figure} at {_cut(level.worst.check, 40)} (gate {level.worst.gate:g})"
+        line += f"   worst {figure_text(level.worst)} at {_cut(level.worst.check, 40)} (gate {level.worst.gate:g})"
     extra = [f"{level.refused} refused"] if level.refused else []
     extra += [f"{level.skipped} skipped"] if level.skipped else []
     return line + (f"   {', '.join(extra)}" if extra else "")
@@ -101,7 +125,7 @@ def family_lines(verdict: Verdict) -> list[str]:
 
 def summary_line(verdict: Verdict) -> str:
     """One line for a run over several families."""
-    planned, passed = sum(level.planned for level in verdict.levels), sum(level.passed for level in verdict.levels)
+    passed, planned = totals(verdict)
     exact = [level.worst for level in verdict.levels if level.id in ("V2", "V3", "V4", "V5") and level.worst]
     figures = [worst.figure for worst in exact if worst.figure is not None]
     worst = f"   fp64 worst {max(figures):.1e}" if figures else ""

@@ -50,7 +50,7 @@ def test_wheel_holds_every_module_and_type_marker(wheel: zipfile.ZipFile) -> Non
         f"bestiary/{path.relative_to(ROOT).as_posix()}"
         for portion in PORTIONS
         for path in (ROOT / portion).rglob("*")
-        if path.suffix in {".py", ".json"} or path.name == "py.typed"
+        if path.suffix in {".py", ".json", ".css"} or path.name == "py.typed"
     }
     assert {f"bestiary/{portion}/py.typed" for portion in PORTIONS} <= shipped
     assert shipped == expected

@@ -2,7 +2,22 @@
 
 from typing import Any
 
-from bestiary.verify.verdict import WORDS, Divergence, Exit, Finding, Hypothesis, Level, Verdict, Worst
+from bestiary.verify.self_test import FamilyResult, Kill, Pass, SelfTest, judge
+from bestiary.verify.verdict import (
+    WORDS,
+    Activity,
+    Divergence,
+    Exit,
+    FieldFinding,
+    Finding,
+    Hypothesis,
+    Keys,
+    LayerError,
+    Level,
+    Profile,
+    Verdict,
+    Worst,
+)
 
 
 def level(**changes: Any) -> Level:
@@ -79,3 +94,63 @@ def failing(findings: int) -> Verdict:
         weak=[f"parameter {i} moves no logit" for i in range(30)],
         repro="verify-bridge qwen3 --level V2 --only layer0 --seed 7",
     )
+
+
+def full(name: str = "qwen3") -> Verdict:
+    """A failing verdict with something in every section of a page; `name` stands wherever a text is free."""
+    layers = [LayerError(module="model.embed_tokens", figure=0.0)]
+    layers += [
+        LayerError(module=f"model.layers.{i}", layer=i, layer_type=name, figure=10.0 ** (i - 15)) for i in range(13)
+    ]
+    layers += [LayerError(module="model.norm", figure=None)]
+    profiles = [
+        Profile(level="V2", case=f"{name} {i}", gate=1e-10, layers=layers, positions=[0.0, 3e-15, 2e-3, None])
+        for i in range(8)
+    ]
+    profiles.append(Profile(level="V6", case="base", gate=2e-5, stride=3, positions=[1e-6] * 40))
+    field = FieldFinding(
+        field=f"rope.{name}",
+        value={"type": name},
+        before=None,
+        kind="live",
+        ours="ignored",
+        note=name,
+        read_as=[f"rope.theta: {name} → 2"],
+        read_in="bridges/qwen3.py:7",
+    )
+    refused = FieldFinding(field="attention_dropout", value=0.25, before=0.0, kind="train", ours="refused", note=name)
+    return failing(3).model_copy(
+        update={
+            "family": name,
+            "error": name,
+            "profiles": profiles,
+            "config": [refused, field],
+            "keys": Keys(missing=[name], ignored_with_reason={name: name}),
+            "activity": {"base": Activity(clipped={name: 0.3}, min_router_margin=1e-3)},
+            "cases": {"base": {"hidden_size": 80, "name": name}},
+            "hashes": {"verifier": "0123456789abcdef" * 4},
+        }
+    )
+
+
+def self_test(name: str = "C01_gate_up_swapped") -> SelfTest:
+    """A self-test of two families: a bug killed, one that survives in one of them, a rewrite with a false alarm."""
+
+    def kill(bug: str, level: str, killed: bool) -> Kill:
+        verdict, check = ("numeric", "base/logits") if killed else ("pass", "")
+        return Kill(
+            bug=bug, level=level, cause=name, killed=killed, named=killed, verdict=verdict, check=check, seconds=1.0
+        )
+
+    families = [
+        FamilyResult(
+            family=family,
+            clean="pass",
+            unkept=[],
+            kills=[kill(name, "V2", True), kill("G22_window", "V5", not survives)],
+            passes=[Pass(rewrite="fused", levels="V2", passed=not survives, verdict="pass", detail=name, seconds=1.0)],
+            seconds=4.0,
+        )
+        for family, survives in (("qwen3", False), ("gemma3_text", True))
+    ]
+    return judge(families, seed=0, seconds=8.0)
