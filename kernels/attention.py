@@ -5,6 +5,7 @@
     sdpa        torch's scaled_dot_product_attention with no mask, causal, or a boolean mask
     documents   CPU, training: blocks of queries against the keys they can see, no dense mask, sinks
     flex        CUDA, training: torch's FlexAttention with a block mask, sinks and soft caps
+Dropout is in the first two alone, and blocks look back alone.
 """
 
 from dataclasses import dataclass, field

@@ -112,6 +112,22 @@ def _sink_column(sinks: Tensor | None, scores: Tensor) -> Tensor:
     return sinks.view(1, scores.shape[1], -1, 1, 1)
 
 
+def _undropped(rewrite: Callable[..., Any]) -> Callable[..., Any]:
+    """`rewrite` of attention; where weights are dropped, the attention that was there."""
+
+    def wrap(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        rewritten = rewrite(attend)
+
+        def attention(*args: Any, dropout: float = 0.0, **options: Any) -> Tensor:
+            out: Tensor = attend(*args, dropout=dropout, **options) if dropout else rewritten(*args, **options)
+            return out
+
+        return attention
+
+    return wrap
+
+
+@_undropped
 def _einsum_attention(_attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """No repeated heads: key/value heads stay, query heads are grouped; softmax by exp and log-sum-exp."""
 
@@ -125,6 +141,7 @@ def _einsum_attention(_attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return attention
 
 
+@_undropped
 def _blocked_attention(_attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Keys in blocks of 16 with a running maximum, as flash attention does."""
 
@@ -146,6 +163,7 @@ def _blocked_attention(_attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return attention
 
 
+@_undropped
 def _sink_as_key(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The sink is one more key, with its logit in the mask and a value of zero, in torch's own kernel."""
 

@@ -40,6 +40,8 @@ SAMPLE = {
         "C17b_cache_offset_ignored",
         "C17e_positions_skip_holes",
         "H48a_rope_table_in_bf16",
+        "C59b_attention_dropout_in_eval",
+        "C59c_attention_dropout_on_the_values",
         "X50b_reference_patched",
     ),
     "gemma3_text": (
@@ -47,6 +49,8 @@ SAMPLE = {
         "G25a_scaling_on_local_layers",
         "G28e_norm_weight_folded_on_load",
         "T46g_soft_cap_missing_in_the_loss",
+        "G30d_bidirectional_window_minus_one",
+        "C07h_proportional_frequencies_squeezed",
         "C16c_pad_token_trained",
     ),
     "qwen3_moe": (
