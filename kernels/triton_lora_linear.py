@@ -84,7 +84,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, high: T
     out = torch.empty(*x.shape[:-1], len(weight), dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    count, columns, depth, rank = len(rows), len(weight), weight.shape[1], high.shape[1]
+    columns, depth, rank = len(weight), weight.shape[1], high.shape[1]
+    count = out.numel() // columns  # where in is 0, `rows` is empty and the result is not
     shape = LAUNCH
     grid = (triton.cdiv(count, shape.rows) * triton.cdiv(columns, shape.columns),)
     low_rank_linear[grid](

@@ -198,7 +198,7 @@ def test_mxfp4_refuses_other_shapes_and_dtypes() -> None:
     ("shape", "out", "rank"),
     [((5,), 7, 3), ((2, 70), 131, 16), ((9,), 1, 1), ((0,), 4, 2), ((3, 43), 300, 33)],
 )
-@pytest.mark.parametrize("width", [1, 64, 100])
+@pytest.mark.parametrize("width", [0, 1, 64, 100])
 @pytest.mark.parametrize("bias", [False, True])
 def test_lora_linear(shape: tuple[int, ...], width: int, out: int, rank: int, bias: bool) -> None:
     """Tiles that are not full in any dimension; gradients of x through the same kernel, transposed."""
