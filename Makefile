@@ -10,12 +10,13 @@ LATEST := .venv-latest/bin
 CONSTRAINTS := tools/requirements/constraints.txt
 WHEEL := out/lint/installed
 OLDEST_TRITON := .venv-triton
+BROWSERS := chromium-headless-shell chromium chromium-browser google-chrome google-chrome-stable
 SELECT ?=
 COMMA := ,
 # Runs one installation step and prints its seconds, so that a target's own time can be read apart.
 timed = @echo "$(1)"; start=$$(date +%s); $(1) && echo "  took $$(( $$(date +%s) - start )) s"
 
-.PHONY: help venv demo test test-fast verify-all self-test verify-latest aot aot-oldest bench bench-full lint clean
+.PHONY: help venv demo test test-fast verify-all self-test browser verify-latest aot aot-oldest bench bench-full lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,13 +32,17 @@ test: .venv/.stamp-dev ## the whole test suite (SELECT="-k word" narrows it)
 test-fast: .venv/.stamp-dev ## the tests not marked slow
 	$(BIN)/python -m pytest -m "not slow" $(SELECT)
 
-verify-all: .venv/.stamp-dev ## every registered bridge through V0–V6, verdict in out/verdict.json
+verify-all: .venv/.stamp-dev ## every registered bridge through V0–V6: out/verdict.json, out/verdict.html
 	@mkdir -p out
-	$(BIN)/verify-bridge --all --json out/verdict.json
+	$(BIN)/verify-bridge --all --json out/verdict.json --report out/verdict.html
 
-self-test: .venv/.stamp-dev ## the verifier on planted bugs: all killed, no false alarm
+self-test: .venv/.stamp-dev ## the verifier on planted bugs: all killed, no false alarm (out/self-test.html)
 	@mkdir -p out
-	$(BIN)/verify-bridge self-test --json out/self-test.json
+	$(BIN)/verify-bridge self-test --json out/self-test.json --report out/self-test.html
+
+browser: ## a headless Chromium for the tests of the HTML report, from Debian's packages (as root), unless one is there
+	@for name in $(BROWSERS); do if command -v $$name; then exit 0; fi; done; \
+	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium-headless-shell fonts-dejavu-core
 
 verify-latest: ## V0–V6 against the newest transformers, in .venv-latest
 	@$(MAKE) --no-print-directory .venv-latest/.stamp

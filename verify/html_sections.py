@@ -116,16 +116,19 @@ def _found(verdict: Verdict) -> Html | None:
         for one in verdict.hypotheses
     ]
     repro = verdict.repro if any(item.status == "failed" for _, item in found) else None
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for level, item in found:
+        alike.setdefault((level.id, item.status, item.detail), []).append(item.check)
     rows = [
         [
-            cell("level", level.id, css="head"),
-            cell("check", tag("code", item.check)),
-            cell("status", tag("span", item.status, class_=f"badge {_finding_tone(item.status)}")),
-            cell("detail", tag("span", item.detail, class_="pre")),
+            cell("level", level, css="head"),
+            cell("check", tag("code", checks[0]), tag("small", f" and {len(checks) - 1} more") if checks[1:] else None),
+            cell("status", tag("span", status, class_=f"badge {_finding_tone(status)}")),
+            cell("detail", tag("span", detail, class_="pre")),
         ]
-        for level, item in found[:MAX_FINDINGS]
+        for (level, status, detail), checks in list(alike.items())[:MAX_FINDINGS]
     ]
-    more = len(found) - len(rows)
+    more = len(alike) - len(rows)
     heads = ("level", "check", "status", "detail")
     return section(
         "What was found",
@@ -134,9 +137,13 @@ def _found(verdict: Verdict) -> Html | None:
         [tag("h4", "Likely cause"), tag("ol", causes)] if causes else None,
         [tag("h4", "See it again"), tag("pre", repro)] if repro else None,
         [tag("h4", f"Checks that did not pass, {len(found)}"), cards(heads, rows[:FIRST_FINDINGS])] if rows else None,
-        section("More of them", cards(heads, rows[FIRST_FINDINGS:]), closed=True) if rows[FIRST_FINDINGS:] else None,
+        _more(heads, rows[FIRST_FINDINGS:]),
         tag("p", f"… and {more} more in the JSON verdict.", class_="mute") if more else None,
     )
+
+
+def _more(heads: Sequence[str], rows: Sequence[Sequence[Html]]) -> Html | None:
+    return section(f"{len(rows)} more", cards(heads, rows), closed=True) if rows else None
 
 
 def _finding_tone(status: str) -> str:
@@ -274,7 +281,7 @@ def _json(value: Any) -> str:
 def _coverage(verdict: Verdict) -> Html | None:
     if not verdict.config:
         return None
-    heads = ("field", "class", "Hugging Face's value", "value tried", "ours", "read as", "read in")
+    heads = ("field", "class", "HF's value", "value tried", "ours", "read as", "read in")
     ordered = sorted(verdict.config, key=lambda item: _WORST_FIRST.index(item.ours))
     kinds, answers = (Counter(vars(item)[name] for item in verdict.config) for name in ("kind", "ours"))
     chips = [tag("span", f"{kind.upper()} ", tag("b", count), title=_KINDS[kind]) for kind, count in kinds.items()]
@@ -289,7 +296,8 @@ def _coverage(verdict: Verdict) -> Html | None:
         f"Config coverage, {len({item.field for item in verdict.config})} fields",
         tag("p", chips, class_="chips"),
         tag("p", said, class_="chips"),
-        [cards(heads, bad), section("All other values", rest, closed=True)] if bad else rest,
+        [cards(heads, bad[:FIRST_FINDINGS]), _more(heads, bad[FIRST_FINDINGS:])] if bad else None,
+        section("Values that agree or are refused", rest, closed=True) if bad else rest,
         closed=not bad,
     )
 
@@ -299,11 +307,11 @@ def _field(item: FieldFinding) -> list[Html]:
     return [
         cell("field", tag("code", item.field), css="head"),
         cell("class", tag("abbr", item.kind.upper(), title=_KINDS[item.kind])),
-        cell("Hugging Face's value", tag("code", _json(item.before))),
+        cell("HF's value", tag("code", _json(item.before))),
         cell("value tried", tag("code", _json(item.value))),
         cell("ours", tag("span", item.ours, class_=f"badge {_ANSWERS[item.ours]}"), tag("small", " ", item.note)),
         cell("read as", [[one, tag("br")] for one in reading] if reading else "–"),
-        cell("read in", tag("code", item.read_in) if item.read_in else "–"),
+        cell("read in", tag("code", item.read_in) if item.read_in else "–", css="line"),
     ]
 
 
