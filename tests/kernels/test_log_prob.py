@@ -1,5 +1,7 @@
 """The log-prob core against the log-softmax that it never materialises."""
 
+from itertools import combinations
+
 import pytest
 import torch
 from hypothesis import given
@@ -54,6 +56,22 @@ def test_each_column_alone_has_its_gradient(logit_map: str, column: str) -> None
         return out._asdict()[column]
 
     assert torch.autograd.gradcheck(run, (hidden, weight, bias), fast_mode=True)
+
+
+@pytest.mark.usefixtures("core")
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize(
+    "options", [c for n in range(4) for c in combinations(("divisor", "softcap", "temperature"), n)]
+)
+def test_any_options_together_have_their_gradient(options: tuple[str, ...], with_bias: bool) -> None:
+    """gradcheck in float64 of a mixture of all columns, under every subset of what makes the logits."""
+    hidden, weight, target, bias = case(5, 67).leaves()
+    logit_map = {name: {"divisor": 1.9, "softcap": 1.3, "temperature": 0.7}[name] for name in options}
+
+    def run(hidden: Tensor, weight: Tensor, *given_bias: Tensor) -> Tensor:
+        return mixed(linear_log_prob(hidden, weight, target, bias=(*given_bias, None)[0], **logit_map, **ALL))
+
+    assert torch.autograd.gradcheck(run, (hidden, weight, bias) if with_bias else (hidden, weight), fast_mode=True)
 
 
 @given(st.integers(0, 7), st.integers(1, 130), st.integers(0, 2**16), st.sampled_from([0.0, 0.5, 1.0]))
