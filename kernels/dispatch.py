@@ -2,18 +2,78 @@
 
 A kernel lists its implementations in order of preference, each with the reason why it cannot run here (None: it can).
 `force` fixes the choice for a block of code; a forced implementation that cannot run is an error that says why.
-`record` tells afterwards what ran.
+`record` tells afterwards what ran. `OPERATIONS` lists everything that is chosen here, for those who compare all of it.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from bestiary.kernels.errors import UnsupportedDispatch
 
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation and everything that can run behind it.
+
+    Attributes:
+        reference: the implementation that the others are held to: any device and dtype, gradients of any order.
+        optimised: implementation → types of the devices that it is written for; on another one it has an obstacle.
+    """
+
+    reference: str
+    optimised: Mapping[str, tuple[str, ...]]
+
+    def on(self, device: str) -> list[str]:
+        """The optimised implementations for a type of device."""
+        return [name for name, devices in self.optimised.items() if device in devices]
+
+
+_CPU, _GPU, _BOTH = ("cpu",), ("cuda",), ("cuda", "cpu")
+
+OPERATIONS: Mapping[str, Operation] = {
+    "attention": Operation("eager", {"flex": _BOTH, "documents": _CPU, "sdpa": _BOTH}),
+    "norm": Operation("torch", {"triton": _GPU, "lean": _BOTH}),
+    "activation": Operation("torch", {"triton": _GPU, "lean": _BOTH}),
+    "rope": Operation("torch", {"triton": _GPU}),
+    "experts": Operation("loop", {"sorted": _BOTH, "grouped": _BOTH}),
+    "expert_rows": Operation("torch", {"triton": _GPU}),
+    "linear": Operation("torch", {"onednn": _CPU}),
+    "lora_linear": Operation("reference", {"triton": _GPU, "fused": _BOTH}),
+    "log_prob": Operation("reference", {"triton": _GPU, "chunked": _BOTH}),
+    "selected_log_prob": Operation("reference", {"chunked": _BOTH}),
+    "divergence": Operation("reference", {"chunked": _BOTH}),
+    "mxfp4": Operation("torch", {"triton": _GPU}),
+}
+"""Every operation that `choose` is asked about. Level K of the verifier compares each implementation listed here."""
+
+
+class Log(list[tuple[str, str]]):
+    """(operation, implementation) of every choice, in order.
+
+    Attributes:
+        free: of every choice, the implementations that nothing kept from running, the preferred first.
+        obstacles: (operation, implementation) → what kept it from running; None where nothing did, once at least.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free: list[tuple[str, ...]] = []
+        self.obstacles: dict[tuple[str, str], str | None] = {}
+
+    def add(self, operation: str, chosen: str, obstacles: Mapping[str, str | None]) -> None:
+        """One choice."""
+        self.append((operation, chosen))
+        self.free.append(tuple(name for name, obstacle in obstacles.items() if obstacle is None))
+        for name, obstacle in obstacles.items():
+            if self.obstacles.get((operation, name), "") is not None:
+                self.obstacles[operation, name] = obstacle
+
+
 _forced: dict[str, str] = {}
-_logs: list[list[tuple[str, str]]] = []
+_logs: list[Log] = []
 
 
 def choose(operation: str, obstacles: Mapping[str, str | None]) -> str:
@@ -28,7 +88,7 @@ def choose(operation: str, obstacles: Mapping[str, str | None]) -> str:
     # A compiled graph made its choices when it was traced; appending there would guard on the length of the log.
     if not torch.compiler.is_compiling():
         for log in _logs:
-            log.append((operation, chosen))
+            log.add(operation, chosen, obstacles)
     return chosen
 
 
@@ -62,12 +122,12 @@ def force(**implementations: str) -> Iterator[None]:
 
 
 @contextmanager
-def record() -> Iterator[list[tuple[str, str]]]:
-    """Yield a list that grows by (operation, implementation) with every choice made inside the block, in order.
+def record() -> Iterator[Log]:
+    """Yield a `Log` that grows by (operation, implementation) with every choice made inside the block, in order.
 
     Recomputation in a backward pass chooses again and is listed again. Compiled code is not listed.
     """
-    log: list[tuple[str, str]] = []
+    log = Log()
     _logs.append(log)
     try:
         yield log
