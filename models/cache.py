@@ -9,7 +9,8 @@ from bestiary.models.config import DecoderConfig
 class Cache:
     """One buffer a layer, grown by doubling; a sliding layer keeps the last window − 1 tokens.
 
-    A forward pass appends to every layer, then calls `advance`. `length` counts the tokens seen by all layers.
+    A sliding layer's buffer has room for a quarter of a window more, so that tokens move once in so many steps and not
+    in each. A forward pass appends to every layer, then calls `advance`. `length` counts the tokens seen by all layers.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -17,6 +18,7 @@ class Cache:
         self.length = 0
         self._keys: list[Tensor | None] = [None] * config.num_hidden_layers
         self._values: list[Tensor | None] = [None] * config.num_hidden_layers
+        self._first = [0] * config.num_hidden_layers  # where in its buffer a layer's oldest token is
         self._kept = [0] * config.num_hidden_layers
 
     def __len__(self) -> int:
@@ -33,32 +35,36 @@ class Cache:
 
     def append(self, index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (B, heads, kept + T, head_dim) that the T new tokens of layer `index` may look at."""
-        keys = self._extended(self._keys[index], k, self._kept[index])
-        values = self._extended(self._values[index], v, self._kept[index])
-        total = self._kept[index] + k.shape[2]
-        seen_k, seen_v = keys[:, :, :total], values[:, :, :total]
+        keys, values = self._extended(index, k, v)
+        first, kept = self._first[index], self._kept[index]
+        end = first + kept + k.shape[2]
+        seen_k, seen_v = keys[:, :, first:end], values[:, :, first:end]
         window = self.windows[index]
-        if window is not None and total > window - 1:
-            start = total - (window - 1)
-            self._keys[index], self._values[index] = seen_k[:, :, start:].clone(), seen_v[:, :, start:].clone()
-            self._kept[index] = window - 1
-        else:
-            self._keys[index], self._values[index], self._kept[index] = keys, values, total
+        if window is not None:
+            first = max(first, end - (window - 1))
+            if keys.shape[2] > _most(window):  # a long prompt, of which the window alone stays
+                keys, values, first, end = keys[:, :, first:].clone(), values[:, :, first:].clone(), 0, end - first
+        self._keys[index], self._values[index] = keys, values
+        self._first[index], self._kept[index] = first, end - first
         return seen_k, seen_v
 
-    @staticmethod
-    def _extended(buffer: Tensor | None, new: Tensor, kept: int) -> Tensor:
-        needed = kept + new.shape[2]
-        if buffer is None:
-            return new
-        if torch.is_grad_enabled() and (buffer.requires_grad or new.requires_grad):
-            return torch.cat((buffer[:, :, :kept], new), dim=2)  # autograd keeps what it saved
-        if buffer.shape[2] < needed or not buffer.is_contiguous():
-            grown = new.new_empty((*new.shape[:2], max(needed, 2 * kept), new.shape[3]))
-            grown[:, :, :kept] = buffer[:, :, :kept]
-            buffer = grown
-        buffer[:, :, kept:needed] = new
-        return buffer
+    def _extended(self, index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Buffers that hold the kept tokens and then the new ones: the old ones, or others that start with them."""
+        keys, values = self._keys[index], self._values[index]
+        if keys is None or values is None:
+            return k, v
+        kept, new = self._kept[index], k.shape[2]
+        past = slice(self._first[index], self._first[index] + kept)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (keys, values, k, v)):
+            self._first[index] = 0
+            return torch.cat((keys[:, :, past], k), 2), torch.cat((values[:, :, past], v), 2)  # autograd keeps its own
+        if keys.shape[2] < past.stop + new or not (keys.is_contiguous() and values.is_contiguous()):
+            window = self.windows[index]
+            size = max(kept + new, 2 * kept if window is None else min(2 * kept, _most(window)))
+            keys, values = _moved(keys[:, :, past], size), _moved(values[:, :, past], size)
+            self._first[index], past = 0, slice(0, kept)
+        keys[:, :, past.stop : past.stop + new], values[:, :, past.stop : past.stop + new] = k, v
+        return keys, values
 
     def advance(self, tokens: int) -> None:
         """Count `tokens` as seen, once a forward pass."""
@@ -68,3 +74,15 @@ class Cache:
         """Keep batch rows `rows` (n,) int64, in that order."""
         self._keys = [None if k is None else k.index_select(0, rows) for k in self._keys]
         self._values = [None if v is None else v.index_select(0, rows) for v in self._values]
+
+
+def _most(window: int) -> int:
+    """Tokens in the buffer of a sliding layer."""
+    return window - 1 + max(window // 4, 1)
+
+
+def _moved(past: Tensor, size: int) -> Tensor:
+    """`past` (B, heads, kept, head_dim) at the start of a buffer of `size` tokens."""
+    buffer = past.new_empty((*past.shape[:2], size, past.shape[3]))
+    buffer[:, :, : past.shape[2]] = past
+    return buffer

@@ -31,7 +31,7 @@ def test_a_layer_keeps_the_tokens_that_can_be_seen(steps: list[int]) -> None:
 
 
 def test_a_sliding_layer_does_not_grow() -> None:
-    """200 tokens, storage of one window; full layers double, so few reallocations happen."""
+    """200 tokens, storage of a window and a quarter, filled anew each time; full layers double: few reallocations."""
     config = tiny_config("gpt_oss")
     cache = Cache(config)
     token = torch.zeros(1, 2, 1, 4)
@@ -44,7 +44,7 @@ def test_a_sliding_layer_does_not_grow() -> None:
     for index, layer_type in enumerate(config.layer_types):
         stored = cache._keys[index].untyped_storage().nbytes() // (2 * 4 * 4)
         if layer_type is LayerType.SLIDING:
-            assert stored <= WINDOW
+            assert stored <= WINDOW + WINDOW // 4
         else:
             assert 200 <= stored <= 512
             assert len(buffers[index]) <= 12

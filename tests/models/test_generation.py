@@ -127,6 +127,30 @@ def test_filters_keep_what_they_say(logits: list[int], temperature: float, top_k
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("spread", [0.01, 9.0], ids=["flat", "peaked"])
+def test_the_nucleus_is_found_in_a_large_vocabulary(spread: float) -> None:
+    """Whether or not it lies among the tokens that are looked at first."""
+    logits = spread * torch.randn(2, 5000, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    kept = Sampling(do_sample=True, top_p=0.9).filtered(logits).isfinite()
+    assert bool(kept.sum() > 2 * 1024) is (spread < 1)
+    for row, values in enumerate(logits.tolist()):
+        expected = torch.tensor(brute_force(values, 1.0, 0, 0.9)) > 0
+        assert torch.equal(kept[row], expected)
+
+
+def test_rare_tokens_are_drawn_as_often_as_they_should() -> None:
+    """The last of 50 000 tokens, each of which is rarer than a rounding of fp32 next to 1."""
+    rare = 50_000
+    logits = torch.zeros(1, rare + 1)
+    logits[0, 1:] = math.log(1e-8)
+    generator = torch.Generator().manual_seed(4)
+    chosen = torch.cat([Sampling(do_sample=True).choose(logits.expand(64, -1), generator) for _ in range(400)])
+    found, share = chosen[chosen > 0], rare * 1e-8 / (1 + rare * 1e-8)
+    assert abs(len(found) - share * len(chosen)) < 5 * (share * len(chosen)) ** 0.5
+    assert len(found) > 2
+    assert chosen.max() <= rare
+
+
 @pytest.mark.parametrize(
     "filters", [{}, {"top_k": 5}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.8, "temperature": 1.7}], ids=str
 )
