@@ -1,7 +1,9 @@
 """A vocabulary split over two processes gives what one process gives, in float64."""
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -98,21 +100,44 @@ def inputs() -> Case:
     return case(TOKENS, VOCAB)
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, inputs: Case) -> list[dict[str, dict[str, Any]]]:
-    """The results of every job on both ranks, from one pair of processes."""
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.save([{**inputs._asdict(), "teacher": TEACHER, **job} for job in JOBS.values()], folder / "inputs.pt")
+def results(folder: Path, names: Iterable[str], inputs: Case, **environment: str) -> list[dict[str, dict[str, Any]]]:
+    """Of some jobs on both ranks, from one pair of processes."""
+    given = [{**inputs._asdict(), "teacher": TEACHER, **JOBS[name]} for name in names]
+    torch.save(given, folder / "inputs.pt")
     worker = Path(__file__).with_name("vocab_parallel_worker.py")
     common = [str(WORLD), str(folder / "store"), str(folder / "inputs.pt")]
     processes = [
-        subprocess.Popen([sys.executable, str(worker), str(rank), *common, str(folder / f"{rank}.pt")])
+        subprocess.Popen(
+            [sys.executable, str(worker), str(rank), *common, str(folder / f"{rank}.pt")],
+            env={**os.environ, **environment},
+        )
         for rank in range(WORLD)
     ]
     codes = [process.wait(timeout=240) for process in processes]
     assert codes == [0, 0]
     outputs = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
-    return [dict(zip(JOBS, output, strict=True)) for output in outputs]
+    return [dict(zip(names, output, strict=True)) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory, inputs: Case) -> list[dict[str, dict[str, Any]]]:
+    return results(tmp_path_factory.mktemp("ranks"), JOBS, inputs)
+
+
+IN_TRITON = (
+    "log-probs, capped",
+    "a rank without words",
+    "a rank without a target of its own",
+    "loss with every option",
+    "loss with every option, capped",
+    "loss, a rank without words",
+    "loss per token with every option",
+)
+
+
+@pytest.fixture(scope="module")
+def triton_ranks(tmp_path_factory: pytest.TempPathFactory, inputs: Case) -> list[dict[str, dict[str, Any]]]:
+    return results(tmp_path_factory.mktemp("triton"), IN_TRITON, inputs, TRITON_INTERPRET="1")
 
 
 def alone(job: dict[str, Any], inputs: Case) -> dict[str, Any]:
@@ -134,6 +159,22 @@ def test_two_ranks_are_one_process(name: str, ranks: list[dict[str, dict[str, An
             got = first[key]
             assert torch.equal(first[key], second[key]), f"{key} differs between ranks"
         torch.testing.assert_close(got, whole, **EXACT, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("name", IN_TRITON)
+def test_two_ranks_in_triton_are_one_process(
+    name: str, triton_ranks: list[dict[str, dict[str, Any]]], inputs: Case
+) -> None:
+    """In its interpreter, in fp32, against float64: 1e-6 of the largest value."""
+    exact = Case(*(x.float().double() if x.is_floating_point() else x for x in inputs))
+    first, second = (rank[name] for rank in triton_ranks)
+    for key, whole in alone(JOBS[name], exact).items():
+        got = torch.cat([first[key], second[key]]) if key in ("of_weight", "of_bias") else first[key]
+        if not got.is_floating_point():
+            assert torch.equal(got, whole), key
+            continue
+        assert got.dtype == torch.float32
+        assert (got.double() - whole).abs().max() <= 1e-6 * whole.abs().max(), key
 
 
 def test_fsdp_gathers_the_weight_and_each_rank_has_its_own_tokens(

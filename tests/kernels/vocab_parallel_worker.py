@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from bestiary.kernels import vocab_tiles
 from bestiary.kernels.cross_entropy import linear_cross_entropy
+from bestiary.kernels.dispatch import record
 from bestiary.kernels.divergence import TeacherHead, TopK, linear_divergence
 from bestiary.kernels.errors import BestiaryError
 from bestiary.kernels.log_prob import linear_log_prob
 from bestiary.kernels.selected import linear_selected_log_prob
+from bestiary.kernels.triton_runtime import INTERPRETED
 
 Job = dict[str, Any]
 Results = dict[str, Tensor | str]
@@ -32,7 +34,7 @@ def run(job: Job, hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher: 
         more: `group`, where there is one.
     """
     target, options = job["target"], job["options"]
-    mix = torch.arange(1.0, len(target) + 1, dtype=torch.float64)
+    mix = torch.arange(1.0, len(target) + 1, dtype=hidden.dtype)
     if job["function"] == "log_prob":
         out = linear_log_prob(hidden, weight, target, bias=bias, **options, **more)
         columns = {name: column for name, column in out._asdict().items() if column is not None}
@@ -132,6 +134,11 @@ def refused(job: Job, world: int) -> Results:
     return found
 
 
+def narrowed(value: Any) -> Any:
+    """Triton's interpreter takes fp32."""
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
 def main() -> None:
     """Joins the group, runs every job, writes the results."""
     rank, world = int(sys.argv[1]), int(sys.argv[2])
@@ -140,13 +147,21 @@ def main() -> None:
     vocab_tiles.HELD_BYTES, vocab_tiles.HELD_ROWS = 1, (4, 4, 4)
     dist.init_process_group("gloo", store=dist.FileStore(sys.argv[3], world), rank=rank, world_size=world)
     jobs: list[Job] = torch.load(sys.argv[4], weights_only=False)
+    if INTERPRETED:
+        from bestiary.kernels import triton_log_prob, triton_log_prob_tiles
+
+        triton_log_prob.COLUMNS, triton_log_prob.ROWS, triton_log_prob_tiles.BLOCK = 128, 5, 64
+        triton_log_prob.HELD_BYTES, triton_log_prob.HELD_ROWS = 0, (4, 4)
+        jobs = [{name: narrowed(value) for name, value in job.items()} for job in jobs]
     ways = {
         "group": lambda job: by_group(job, rank),
         "dtensor": lambda job: by_dtensor(job, world),
         "fsdp": lambda job: by_fsdp(job, rank, world),
         "refused": lambda job: refused(job, world),
     }
-    torch.save([ways[job["way"]](job) for job in jobs], sys.argv[5])
+    with record() as log:
+        torch.save([ways[job["way"]](job) for job in jobs], sys.argv[5])
+    assert not INTERPRETED or {ran for operation, ran in log if operation == "log_prob"} == {"triton"}
     dist.destroy_process_group()
 
 
