@@ -189,6 +189,23 @@ def test_the_short_run_fits_its_time(monkeypatch):
     assert every.planned("step", full=True) > every.planned("step", full=False)
 
 
+def test_the_planned_rounds_are_the_rounds_that_run(monkeypatch, tmp_path, capsys):
+    """At least two of each, load and head too."""
+    commands = {}
+
+    def run(command, check, stdout):
+        commands[command[2].rpartition(".")[2]] = command
+        return argparse.Namespace(returncode=7)
+
+    monkeypatch.setattr(every.subprocess, "run", run)
+    every.main(["--out", str(tmp_path)])
+    rounds = {name: int(command[command.index("--rounds") + 1]) for name, command in commands.items()}
+    assert rounds == every.ROUNDS
+    assert set(rounds) == set(every.BENCHES)
+    assert min(rounds.values()) >= 2
+    assert "planned minutes on two cores: load 0.8, " in capsys.readouterr().err
+
+
 def test_a_plan_counts_rounds_and_leaves_out_what_is_absent(monkeypatch):
     monkeypatch.setattr(compare, "installed", lambda package: False)
     case = compare.Case(name="greedy", arms=generate.cases(False, False, Path("x"))[0].arms)
@@ -253,6 +270,7 @@ def test_quick_run(name, only, in_process, tmp_path, capsys):
     (check,) = [goal for goal in case["goals"] if goal["name"].endswith("arms differ in what they compute")]
     assert check["holds"], check
     assert all(len(taken) == 2 for taken in case["samples"].values())
+    assert all(sample["process_seconds"] > 0 for taken in case["samples"].values() for sample in taken)
     assert f"bench {name}: " in capsys.readouterr().out.splitlines()[-1]
 
 

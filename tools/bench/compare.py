@@ -179,11 +179,14 @@ def _run_case(bench: Bench, args: argparse.Namespace, case: Case, folder: Path) 
     environment = {"OMP_NUM_THREADS": str(args.threads), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     once: dict[str, measure.Sample] = {}
 
+    def run(job: Mapping[str, Any]) -> measure.Sample:
+        start = time.monotonic()
+        sample = process.run_worker(bench.module, job, environment)
+        return {**sample, "process_seconds": time.monotonic() - start}
+
     def measured(name: str, arm: Arm) -> measure.Sample:
         if name not in once or not arm.once:
-            start = time.monotonic()
-            sample = process.run_worker(bench.module, {**shared, "arm": name, **arm.job}, environment)
-            once[name] = {**sample, "process_seconds": time.monotonic() - start}
+            once[name] = run({**shared, "arm": name, **arm.job})
         return once[name]
 
     arms: dict[str, Callable[[], measure.Sample]] = {
@@ -192,7 +195,7 @@ def _run_case(bench: Bench, args: argparse.Namespace, case: Case, folder: Path) 
         if not absent[name]
     }
     control = {**shared, "arm": "control", "size": 256 if args.quick else GEMM}
-    arms["control"] = lambda: process.run_worker(bench.module, control, environment)
+    arms["control"] = lambda: run(control)
 
     def progress(index: int, arm: str, sample: measure.Sample) -> None:
         line = f"{time.strftime('%H:%M:%S')} {case.name} round {index + 1}/{args.rounds} {arm:<26}"

