@@ -15,6 +15,7 @@ from bestiary.kernels.errors import UnsupportedDispatch
 from bestiary.kernels.log_prob_gradients import Known, Needs, Upstream
 from bestiary.kernels.log_prob_statistics import Rows
 from bestiary.kernels.log_prob_terms import LogProb, ScalarLoss, Setting
+from bestiary.kernels.lookup import mark_dense
 from bestiary.kernels.vocab_tiles import Vocabulary, row_chunks
 
 
@@ -138,7 +139,7 @@ class _PerToken(torch.autograd.Function):
                 ),
                 ctx.needs_input_grad[:3],
             )
-            return *_delivered(problem, gradients), None, None, None
+            return *_delivered(ctx, problem, gradients), None, None, None
 
 
 class _Scalar(torch.autograd.Function):
@@ -189,10 +190,10 @@ class _Scalar(torch.autograd.Function):
                 for gradient in (held.hidden, held.weight, held.bias):
                     if gradient is not None:
                         gradient.mul_(scale)
-            return *_delivered(problem, held), None, None, None, None, None
+            return *_delivered(ctx, problem, held), None, None, None, None, None
 
 
-def _delivered(problem: Problem, gradients: Sums) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _delivered(ctx: Any, problem: Problem, gradients: Sums) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients in the dtypes and at the places of the inputs, that of `hidden` summed over the ranks."""
     of_hidden, shard, bias = gradients.hidden, problem.setting.shard, problem.bias
     if of_hidden is not None:
@@ -200,6 +201,8 @@ def _delivered(problem: Problem, gradients: Sums) -> tuple[Tensor | None, Tensor
             shard.sum_(of_hidden)
         of_hidden = problem.spread(of_hidden.to(problem.hidden.dtype))
     of_weight = None if gradients.weight is None else gradients.weight.to(problem.weight.dtype)
+    if of_weight is not None:
+        mark_dense(ctx, 1)
     return of_hidden, of_weight, None if gradients.bias is None or bias is None else gradients.bias.to(bias.dtype)
 
 

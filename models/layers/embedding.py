@@ -1,10 +1,10 @@
 """Token embeddings."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bestiary.kernels.errors import TokenOutOfRange
+from bestiary.kernels.lookup import lookup
 from bestiary.models.config import DecoderConfig
 
 
@@ -28,7 +28,7 @@ class Embedding(nn.Embedding):
         """
         if input.device.type == "cpu" and input.numel():
             self._check(input)
-        embedded = F.embedding(input, self.weight, self.padding_idx)
+        embedded = lookup(input, self.weight, self.padding_idx)
         if self.multiplier == 1.0:
             return embedded
         multiplier = self.multiplier
