@@ -1,53 +1,22 @@
 """Mixture-of-experts MLP: each token through its chosen experts, weighted and summed.
 
-loop      one expert after the other, plain matmuls: the reference, any dtype and device
-grouped   tokens sorted by expert, one grouped matmul a projection; bf16, fp16 or fp32 with 16-byte rows
+loop      one expert after the other under plain autograd: the reference, which float64 runs uncompiled
+sorted    tokens sorted by expert, plain products one expert after the other, backward by hand; any dtype and device
+grouped   the same with one grouped matmul a projection; bf16, fp16 or fp32 with 16-byte rows
+
+The last two are one operator (`experts_sorted`), which compiled graphs hold as one node.
 """
 
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from bestiary.kernels.activation import clamped_swiglu, gated
 from bestiary.kernels.dispatch import choose
-from bestiary.kernels.precision import at_least_fp32
+from bestiary.kernels.expert_linear import ExpertLinear
+from bestiary.kernels.experts_sorted import sorted_experts
 
-
-@dataclass(frozen=True)
-class ExpertLinear:
-    """One projection of every expert: x W_eᵀ + b_e, plus the low-rank x A_eᵀ B_eᵀ · scaling where given.
-
-    Args:
-        weight: (E, out, in).   bias: (E, out) or None.
-        lora_A: (E, r, in), lora_B: (E, out, r), or None both.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-    lora_A: Tensor | None = None
-    lora_B: Tensor | None = None
-    scaling: float = 1.0
-
-    def one(self, x: Tensor, expert: int) -> Tensor:
-        """(n, in) → (n, out) through expert `expert`."""
-        y = F.linear(x, self.weight[expert], None if self.bias is None else self.bias[expert])
-        if self.lora_A is not None and self.lora_B is not None:
-            low = F.linear(x.to(self.lora_A.dtype), self.lora_A[expert])
-            y = (y + F.linear(low, self.lora_B[expert]) * self.scaling).to(y.dtype)
-        return y
-
-    def grouped(self, x: Tensor, offsets: Tensor, expert_of: Tensor) -> Tensor:
-        """(n, in) sorted by expert → (n, out); `offsets` (E,) int32 are the ends, `expert_of` (n,) the experts."""
-        y = F.grouped_mm(x, self.weight.transpose(-1, -2), offs=offsets)
-        if self.bias is not None:
-            # Gathered wide: the gradient of a gather is a sum over tokens, and a sum in bf16 stops growing.
-            y = (y + self.bias.to(at_least_fp32(y.dtype))[expert_of]).to(y.dtype)
-        if self.lora_A is not None and self.lora_B is not None:
-            low = F.grouped_mm(x.to(self.lora_A.dtype), self.lora_A.transpose(-1, -2), offs=offsets)
-            y = (y + F.grouped_mm(low, self.lora_B.transpose(-1, -2), offs=offsets) * self.scaling).to(y.dtype)
-        return y
+__all__ = ["ExpertLinear", "experts_mlp"]
 
 
 def experts_mlp(
@@ -63,7 +32,8 @@ def experts_mlp(
     """Σ_k weights[n, k] · down_e(act(gate_e x_n) · up_e x_n) over the chosen experts e = indices[n, k].
 
     Args:
-        x: (N, H).   indices: (N, K) int64 in [0, E).   weights: (N, K).
+        x: (N, H).   weights: (N, K).
+        indices: (N, K) int64 in [0, E), each expert once a token; E or more: one that is elsewhere and adds nothing.
         gate_up: E projections H → 2I, gate rows first.   down: E projections I → H.
         activation: gate activation; ignored with `clamp` = (alpha, limit), which selects GPT-OSS's clamped SwiGLU.
     Returns:
@@ -71,16 +41,37 @@ def experts_mlp(
     Raises:
         UnsupportedDispatch: a forced implementation cannot run.
     """
-    implementation = choose("experts", {"grouped": _grouped_obstacle(x, gate_up, down), "loop": None})
-    run = _grouped if implementation == "grouped" else _loop
-    return run(x, indices, weights, gate_up, down, activation, clamp)
+    obstacles = {
+        "sorted": _sorted_obstacle(x, gate_up, down),
+        "grouped": _grouped_obstacle(x, gate_up, down),
+        "loop": None,
+    }
+    implementation = choose("experts", {name: obstacles[name] for name in _fastest_first(x)})
+    if implementation == "loop":
+        return _loop(x, indices, weights, gate_up, down, activation, clamp)
+    return _grouped(x, indices, weights, gate_up, down, activation, clamp, implementation == "grouped")
+
+
+def _fastest_first(x: Tensor) -> tuple[str, ...]:
+    if x.dtype == torch.float64 and not torch.compiler.is_compiling() and not x.is_meta:
+        return ("loop", "sorted", "grouped")
+    # One expert after the other the host must know how many rows each has; on the CPU it does, and rows stay in cache.
+    return ("sorted", "grouped", "loop") if x.device.type in ("cpu", "meta") else ("grouped", "sorted", "loop")
+
+
+def _sorted_obstacle(x: Tensor, *projections: ExpertLinear) -> str | None:
+    for projection in projections:
+        if any(isinstance(tensor, DTensor) for tensor in projection.tensors):
+            return "its weights are distributed"
+        for tensor in (projection.weight, projection.bias):
+            if tensor is not None and tensor.dtype != x.dtype:
+                return f"weights are {tensor.dtype} and activations {x.dtype}"
+    return None
 
 
 def _grouped_obstacle(x: Tensor, *projections: ExpertLinear) -> str | None:
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"grouped matmul has no {x.dtype}"
-    if x.dtype != torch.bfloat16 and (torch.compiler.is_compiling() or x.is_meta):
-        return f"torch traces grouped matmul in bf16 alone, and this is {x.dtype}"
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
         return "grouped matmul needs compute capability 8.0"
     if x.shape[0] == 0:
@@ -93,7 +84,7 @@ def _grouped_obstacle(x: Tensor, *projections: ExpertLinear) -> str | None:
                 return f"rows of {tuple(tensor.shape)} in {tensor.dtype} are not multiples of 16 bytes"
             if tensor is not None and tensor.dtype != x.dtype:
                 return f"weights are {tensor.dtype} and activations {x.dtype}"
-    return None
+    return _sorted_obstacle(x, *projections)
 
 
 def _activate(gate_up: Tensor, activation: str, clamp: tuple[float, float] | None) -> Tensor:
@@ -101,7 +92,7 @@ def _activate(gate_up: Tensor, activation: str, clamp: tuple[float, float] | Non
     return gated(gate, up, activation) if clamp is None else clamped_swiglu(gate, up, *clamp)
 
 
-@torch.compiler.disable  # which experts run is data: tracing would compile one graph after the other
+@torch.compiler.disable  # forced: which experts run is data, and tracing would compile one graph after the other
 def _loop(
     x: Tensor,
     indices: Tensor,
@@ -112,7 +103,8 @@ def _loop(
     clamp: tuple[float, float] | None,
 ) -> Tensor:
     out = torch.zeros_like(x)
-    for expert in torch.unique(indices).tolist() or [0]:  # no token at all: an empty product keeps the graph
+    here = indices[indices < gate_up.weight.shape[0]]
+    for expert in torch.unique(here).tolist() or [0]:  # no token at all: an empty product keeps the graph
         token, slot = torch.where(indices == expert)
         y = down.one(_activate(gate_up.one(x[token], expert), activation, clamp), expert)
         out = out.index_add(0, token, (y * weights[token, slot, None]).to(x.dtype))
@@ -127,11 +119,6 @@ def _grouped(
     down: ExpertLinear,
     activation: str,
     clamp: tuple[float, float] | None,
+    at_once: bool,
 ) -> Tensor:
-    num_experts, top_k = gate_up.weight.shape[0], indices.shape[1]
-    order = indices.flatten().argsort(stable=True)
-    expert_of = indices.flatten()[order]
-    token = order // top_k
-    offsets = torch.bincount(expert_of, minlength=num_experts).cumsum(0).to(torch.int32)
-    y = down.grouped(_activate(gate_up.grouped(x[token], offsets, expert_of), activation, clamp), offsets, expert_of)
-    return torch.zeros_like(x).index_add(0, token, (y * weights.flatten()[order, None]).to(x.dtype))
+    return sorted_experts(x, indices, weights, gate_up, down, activation, clamp, grouped=at_once)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bestiary.kernels import triton_activation as activation
+from bestiary.kernels import triton_experts as experts
 from bestiary.kernels import triton_log_prob_tiles as log_prob
 from bestiary.kernels import triton_lora_linear as lora_linear
 from bestiary.kernels import triton_mxfp4 as mxfp4
@@ -50,7 +51,16 @@ EXCEPTIONS: dict[tuple[str, int], str] = {}
 
 def compilations() -> list[Compilation]:
     """All of them, for one target."""
-    return [*_norms(), *_ropes(), *_activations(), *_mxfp4(), *_statistics(), *_gradients(), *_lora_linears()]
+    return [
+        *_norms(),
+        *_ropes(),
+        *_activations(),
+        *_mxfp4(),
+        *_experts(),
+        *_statistics(),
+        *_gradients(),
+        *_lora_linears(),
+    ]
 
 
 def _types(kernel: Any, constants: Mapping[str, Any], pointers: Mapping[str, str], **others: str) -> dict[str, str]:
@@ -107,6 +117,24 @@ def _mxfp4() -> Iterator[Compilation]:
     kernel, constants = mxfp4.mxfp4_expand, {"BLOCK": mxfp4.BLOCK}
     types = _types(kernel, constants, {"blocks": "*u8", "scales": "*u8", "out": "*bf16"}, count="i64")
     yield Compilation(kernel, "to bf16", types, constants, 4, frozenset({"count"}))
+
+
+def _experts() -> Iterator[Compilation]:
+    # Qwen3-30B-A3B chooses 8 experts a token, GPT-OSS 4.
+    rows = {"order": "*i64", "inverse": "*i64", "last": "*i32"}
+    rows |= dict.fromkeys(("x", "y", "weights", "out", "gate_up", "pull", "inner", "of_both"), "*bf16")
+    gather, combine, back = experts.expert_rows_gather, experts.expert_rows_combine, experts.expert_gated_backward
+    for kernel, label, constants in (
+        (gather, "top 8", {"TOP_K": 8}),
+        (combine, "top 4", {"TOP_K": 4, "WEIGHTED": True}),
+        (combine, "top 8", {"TOP_K": 8, "WEIGHTED": True}),
+        (combine, "top 8, gradient", {"TOP_K": 8, "WEIGHTED": False, "weights": None}),
+        (back, "silu", {"KIND": activation.KINDS["silu"]}),
+        (back, "clamped_swiglu", {"KIND": activation.KINDS["clamped_swiglu"]}),
+    ):
+        chosen: dict[str, Any] = {**constants, "BLOCK": experts.BLOCK}
+        types = _types(kernel, chosen, rows | {"of_weights": "*fp32"}, alpha="fp32", limit="fp32")
+        yield Compilation(kernel, label, types, chosen, experts.WARPS, frozenset({"width", "x_stride"}) & types.keys())
 
 
 _STATISTICS = ("top_out", "mass_out", "chosen_out", "moment_out", "mean_out")

@@ -1,4 +1,4 @@
-"""Experts: the plain loop is the formula, the grouped matmul is the loop."""
+"""Experts: the plain loop is the formula; sorted products and grouped matmuls are the loop."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bestiary.kernels.dispatch import force
+from bestiary.kernels import experts_sorted
+from bestiary.kernels.dispatch import force, record
 from bestiary.kernels.errors import UnsupportedDispatch
 from bestiary.kernels.experts import ExpertLinear, experts_mlp
+
+from .conftest import poisoned
 
 EXPERTS, HIDDEN, WIDTH, RANK, SCALING = 5, 16, 24, 8, 0.7
 CLAMP = (1.5, 0.6)
@@ -23,6 +26,7 @@ VARIANTS = {
     "clamp and bias": {"bias": True, "clamp": CLAMP},
     "lora": {"lora": True},
     "lora, clamp and bias": {"bias": True, "clamp": CLAMP, "lora": True},
+    "squared relu": {"activation": "relu2"},
 }
 Inputs = tuple[Tensor, Tensor, Tensor]
 
@@ -74,6 +78,7 @@ def oracle(
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": lambda g: g / (1 + (-g).exp()),
         "gelu": lambda g: g * 0.5 * (1 + torch.erf(g / 2**0.5)),
+        "relu2": lambda g: g.clamp(min=0) ** 2,
         "gelu_pytorch_tanh": lambda g: 0.5 * g * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3))),
     }
     out = torch.zeros_like(x)
@@ -126,18 +131,21 @@ def outputs_and_gradients(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_matmul_is_as_exact_as_the_loop(variant: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("implementation", ["sorted", "grouped"])
+def test_tokens_in_order_are_as_exact_as_the_loop(variant: str, dtype: torch.dtype, implementation: str) -> None:
     """Against float64 on the same rounded inputs: twice the loop's error forward, three times backward."""
     exact = outputs_and_gradients(torch.float64, dtype, "loop", variant)
-    loop, grouped = (outputs_and_gradients(dtype, dtype, name, variant) for name in ("loop", "grouped"))
-    for index, (reference, a, b) in enumerate(zip(exact, loop, grouped, strict=True)):
+    with poisoned():
+        loop, ours = (outputs_and_gradients(dtype, dtype, name, variant) for name in ("loop", implementation))
+    for index, (reference, a, b) in enumerate(zip(exact, loop, ours, strict=True)):
         assert (a - reference).norm() <= 8 * torch.finfo(dtype).eps * reference.norm()
         floor = 8 * torch.finfo(torch.float32).eps * reference.norm()
         assert (b - reference).norm() <= max((3 if index else 2) * (a - reference).norm(), floor)
 
 
+@pytest.mark.parametrize("implementation", ["loop", "sorted"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_gradients_are_those_of_the_function(variant: str) -> None:
+def test_gradients_are_those_of_the_function(variant: str, implementation: str) -> None:
     """gradcheck in float64, with respect to everything that can train."""
     options = dict(VARIANTS[variant])
     kind = {"bias": options.pop("bias", False), "lora": options.pop("lora", False)}
@@ -148,7 +156,8 @@ def test_gradients_are_those_of_the_function(variant: str) -> None:
         half = len(names)
         first = replace(gate_up, **dict(zip(names, tensors[:half], strict=True)))
         second = replace(down, **dict(zip(names, tensors[half:], strict=True)))
-        return experts_mlp(x, indices, weights, first, second, **options)
+        with force(experts=implementation):
+            return experts_mlp(x, indices, weights, first, second, **options)
 
     leaves = [x, weights, *(getattr(linear, name) for linear in (gate_up, down) for name in names)]
     assert torch.autograd.gradcheck(run, [leaf.requires_grad_() for leaf in leaves], fast_mode=True)
@@ -169,33 +178,78 @@ def test_wide_routing_weights_multiply_before_the_cast() -> None:
     """fp32 weights on a bf16 model: the product is rounded once."""
     (x, indices, _), gate_up, down = setting(torch.bfloat16, tokens=1, top_k=1)
     third = torch.full((1, 1), 1 / 3)
-    for implementation in ("loop", "grouped"):
+    for implementation in ("loop", "sorted", "grouped"):
         with force(experts=implementation):
             whole = experts_mlp(x, indices, torch.ones_like(third), gate_up, down)
             part = experts_mlp(x, indices, third, gate_up, down)
         assert torch.equal(part, (whole.float() / 3).bfloat16())
 
 
-def test_grouped_runs_where_it_can_and_says_why_where_it_cannot() -> None:
-    """float64, ragged rows, mixed dtypes and empty batches go through the loop."""
+def test_each_runs_where_it_can_and_says_why_where_it_cannot() -> None:
+    """Rows stay in order by themselves, the loop is what float64 and weights of another dtype get."""
 
-    def reason(inputs: Inputs, gate_up: ExpertLinear, down: ExpertLinear) -> str:
-        with force(experts="grouped"), pytest.raises(UnsupportedDispatch) as caught:
+    def reason(implementation: str, inputs: Inputs, gate_up: ExpertLinear, down: ExpertLinear) -> str:
+        with force(experts=implementation), pytest.raises(UnsupportedDispatch) as caught:
             experts_mlp(*inputs, gate_up, down)
         assert caught.value.remedy
         return str(caught.value)
 
     inputs, gate_up, down = setting(torch.float32)
-    with force(experts="grouped"):
-        chosen = experts_mlp(*inputs, gate_up, down)
-    assert torch.equal(chosen, experts_mlp(*inputs, gate_up, down)), "grouped is what runs by itself"
-    assert "no torch.float64" in reason(*setting(torch.float64))
-    assert "no tokens" in reason(*setting(torch.float32, tokens=0))
+    for case, expected in ((setting(torch.float32), "sorted"), (setting(torch.float64), "loop")):
+        with record() as ran:
+            experts_mlp(*case[0], *case[1:])
+        assert ("experts", expected) in ran
+    assert "no torch.float64" in reason("grouped", *setting(torch.float64))
+    assert "no tokens" in reason("grouped", *setting(torch.float32, tokens=0))
     ragged = replace(gate_up, lora_A=torch.randn(EXPERTS, 3, HIDDEN), lora_B=torch.randn(EXPERTS, 2 * WIDTH, 3))
-    assert "multiples of 16 bytes" in reason(inputs, ragged, down)
-    assert "weights are torch.bfloat16" in reason(inputs, replace(gate_up, weight=gate_up.weight.bfloat16()), down)
-    with force(experts="grouppe"), pytest.raises(UnsupportedDispatch, match="one of grouped, loop"):
+    assert "multiples of 16 bytes" in reason("grouped", inputs, ragged, down)
+    narrow = replace(gate_up, weight=gate_up.weight.bfloat16())
+    for implementation in ("sorted", "grouped"):
+        assert "weights are torch.bfloat16" in reason(implementation, inputs, narrow, down)
+    with force(experts="grouppe"), pytest.raises(UnsupportedDispatch, match="one of sorted, grouped, loop"):
         experts_mlp(*inputs, gate_up, down)
+
+
+@pytest.mark.parametrize("implementation", ["sorted", "grouped"])
+def test_choices_of_experts_elsewhere_add_nothing(implementation: str) -> None:
+    """Indices from E on: rows behind the last expert are never read, whatever the memory holds."""
+    results = []
+    for dtype, name in ((torch.float64, "loop"), (torch.float32, implementation)):
+        (x, indices, weights), gate_up, down = setting(torch.float32, tokens=12, bias=True, lora=True)
+        indices = torch.where(indices == 1, EXPERTS + 3, indices)
+        leaves = [x.to(dtype).requires_grad_(), weights.to(dtype).requires_grad_()]
+        linears = [ExpertLinear(*(t.to(dtype).requires_grad_() for t in one.tensors)) for one in (gate_up, down)]
+        with force(experts=name), poisoned():
+            out = experts_mlp(leaves[0], indices, leaves[1], *linears, clamp=CLAMP)
+            out.sum().backward()  # an expanded gradient
+        leaves += [tensor for linear in linears for tensor in linear.tensors]
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    assert (results[0][2][indices >= EXPERTS] == 0).all()
+    for exact, ours in zip(*results, strict=True):
+        assert (ours.double() - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
+def test_frozen_experts_get_no_gradient_and_no_room_for_one() -> None:
+    """Adapters on frozen experts: the gradients that exist are theirs and the input's."""
+    (x, indices, weights), gate_up, down = setting(torch.float32, bias=True, lora=True)
+    trained = [x, gate_up.lora_A, gate_up.lora_B, down.lora_A, down.lora_B]
+    sizes: list[int] = []
+    for tensor in trained:
+        tensor.requires_grad_()
+    with force(experts="sorted"):
+        out = experts_mlp(x, indices, weights, gate_up, down)
+    out.grad_fn.register_hook(lambda gradients, _: sizes.extend(g.numel() for g in gradients if g is not None))
+    out.sum().backward()
+    assert sorted(sizes) == sorted(tensor.numel() for tensor in trained)
+
+
+@pytest.mark.parametrize("variant", ["bias", "lora, clamp and bias"])
+def test_blocks_of_rows_add_up(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of more rows than a block."""
+    whole = outputs_and_gradients(torch.float64, torch.float64, "sorted", variant)
+    monkeypatch.setattr(experts_sorted, "BLOCK", 4)
+    for a, b in zip(whole, outputs_and_gradients(torch.float64, torch.float64, "sorted", variant), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
 
 
 def test_forced_choices_nest() -> None:
@@ -219,7 +273,8 @@ def test_any_number_of_tokens_an_expert_is_exact(counts: tuple[int, ...], dtype:
         leaves = [t.to(wide, copy=True).requires_grad_() for t in (x, weights)]
         copies = []
         for linear in linears:
-            tensors = {n: t.to(wide, copy=True).requires_grad_() for n, t in vars(linear).items() if isinstance(t, Tensor)}
+            given_tensors = {n: t for n, t in vars(linear).items() if isinstance(t, Tensor)}
+            tensors = {n: t.to(wide, copy=True).requires_grad_() for n, t in given_tensors.items()}
             leaves += tensors.values()
             copies.append(replace(linear, **tensors))
         with force(experts=implementation):
