@@ -168,6 +168,25 @@ def test_labels_do_not_cross_a_border(family: str) -> None:
     assert int((packed.log_probs != 0).sum()) == 5 + 0 + 10
 
 
+@pytest.mark.parametrize("given_as", ["borders", "positions"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_a_pack_are_those_of_its_documents(family: str, given_as: str) -> None:
+    """Of every parameter: packed as one row, they are the sum of those of each document in a call of its own."""
+    model, lengths = tiny(family), [6, 1, 11, 4]
+    ids = tokens(1, sum(lengths))
+    extra = {"cu_seq_lens_q": borders(lengths)} if given_as == "borders" else {"position_ids": restarting(lengths)}
+    found = []
+    for calls in ([(ids, extra)], [(piece, {}) for piece in ids.split(lengths, 1)]):
+        model.zero_grad()
+        for piece, arguments in calls:
+            model(piece, labels=piece, num_items_in_batch=1, **arguments).loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    packed, apart = found
+    assert set(packed) == set(apart)
+    for name, gradient in packed.items():
+        assert (gradient - apart[name]).abs().max() <= 1e-11 * (1 + apart[name].abs().max()), name
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
