@@ -3,6 +3,7 @@
 Run by test_triton_interpreter.py in a process where TRITON_INTERPRET=1.
 """
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,8 +18,17 @@ from bestiary.kernels.log_prob import linear_log_prob
 from bestiary.kernels.log_prob_terms import LogitMap, ScalarLoss, Setting, Wanted
 from bestiary.kernels.triton_runtime import product_obstacle
 
+from .conftest import poisoned
+
 TOLERANCE = 1e-6  # of the largest value
 IGNORED = -100
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """What `torch.empty` returns is NaN."""
+    with poisoned():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -204,11 +214,13 @@ LOSSES = {
     "smoothing": {"smoothing": 0.1},
     "z_loss": {"z_loss": 0.01},
     "both": {"smoothing": 0.2, "z_loss": 0.02},
+    "class weights": {"smoothing": 0.2, "z_loss": 0.02},
 }
+CLASSES = torch.linspace(0.3, 1.6, 193, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("logit_map", [LogitMap(2.0, None, 0.7), LogitMap(1.0, 3.0, 1.0)])
+@pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(2.0, None, 0.7), LogitMap(1.0, 3.0, 1.0)])
 def test_scalar_loss(name: str, logit_map: LogitMap) -> None:
     """Value and gradients with token weights, scaled by what stands behind the loss, and a second backward call."""
     inputs, options = Inputs(11, 193, bias=True), LOSSES[name]
@@ -216,8 +228,12 @@ def test_scalar_loss(name: str, logit_map: LogitMap) -> None:
     results = []
     for module, dtype in ((triton_log_prob, torch.float32), (log_prob_reference, torch.float64)):
         h, w, b = leaves = inputs.leaves(dtype)
-        loss = ScalarLoss(-share.to(dtype) * (1 - options.get("smoothing", 0.0)), share.to(dtype), **options)
-        asked = setting(193, dtype, logit_map, logit_mean="smoothing" in options)
+        label, more, asked = share.to(dtype), {}, setting(193, dtype, logit_map, logit_mean="smoothing" in options)
+        if name == "class weights":  # as `linear_cross_entropy` asks for them
+            classes = CLASSES.to(dtype)
+            label, more["mean_mass"] = label * classes[inputs.target.clamp(min=0)], classes.mean()
+            asked = setting(193, dtype, logit_map, logit_mean=True, mean_weights=classes / 193)
+        loss = ScalarLoss(-label * (1 - options.get("smoothing", 0.0)), share.to(dtype), **options, **more)
         value, out = module.scalar_loss(h, w, b, inputs.target, loss, asked)
         first = torch.autograd.grad(value * 3.0, leaves, retain_graph=True)
         results.append((value, out, first, torch.autograd.grad(value * 3.0, leaves)))
@@ -228,6 +244,32 @@ def test_scalar_loss(name: str, logit_map: LogitMap) -> None:
     for a, b, c in zip(first, second, theirs, strict=True):
         assert_near(a, c)
         assert_near(b, c)
+
+
+@pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(0.5, 8.0, 1.3)])
+@pytest.mark.parametrize("vocab", [64, 65, 127])
+def test_padded_columns_receive_exactly_zero_gradient(
+    vocab: int, logit_map: LogitMap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Per token and in a scalar loss, whatever bends the logits; real columns receive theirs."""
+    seen: list[tuple[Any, Tensor]] = []
+    original = triton_log_prob.Sums.add
+
+    def spy(self: Any, slope: Tensor, tile: Any, *rest: Any) -> None:
+        seen.append((tile, slope.clone()))
+        original(self, slope, tile, *rest)
+
+    monkeypatch.setattr(triton_log_prob.Sums, "add", spy)
+    inputs, share = Inputs(6, vocab, bias=True, ignored="none"), torch.full((6,), 1 / 6)
+    asked = setting(vocab, torch.float32, logit_map, entropy=True, logit_mean=True)
+    out = triton_log_prob.log_prob(*inputs.leaves(torch.float32), inputs.target, asked)
+    (out.log_prob + out.entropy + out.logit_mean).sum().backward()
+    loss = ScalarLoss(-share, share, smoothing=0.1, z_loss=0.01)
+    triton_log_prob.scalar_loss(*inputs.leaves(torch.float32), inputs.target, loss, asked)[0].backward()
+    assert sum(tile.width - tile.real for tile, _ in seen) > 0 or vocab == 64
+    for tile, slope in seen:
+        assert not slope[:, tile.real :].any()
+        assert slope[:, : tile.real].any()
 
 
 def test_scalar_loss_holds_its_gradients_when_the_forward_pass_ends(monkeypatch: pytest.MonkeyPatch) -> None:
