@@ -32,7 +32,7 @@ test: .venv/.stamp-dev ## the whole test suite (SELECT="-k word" narrows it)
 test-fast: .venv/.stamp-dev ## the tests not marked slow
 	$(BIN)/python -m pytest -m "not slow" $(SELECT)
 
-verify-all: .venv/.stamp-dev ## every registered bridge through V0–V6: out/verdict.json, out/verdict.html
+verify-all: .venv/.stamp-dev ## every registered bridge through V0–V6 and K: out/verdict.json, out/verdict.html
 	@mkdir -p out
 	$(BIN)/verify-bridge --all --json out/verdict.json --report out/verdict.html
 
@@ -44,11 +44,11 @@ browser: ## a headless Chromium for the tests of the HTML report, from Debian's 
 	@for name in $(BROWSERS); do if command -v $$name; then exit 0; fi; done; \
 	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium-headless-shell fonts-dejavu-core
 
-verify-latest: ## V0–V6 against the newest transformers, in .venv-latest
+verify-latest: ## every level against the newest transformers, in .venv-latest
 	@$(MAKE) --no-print-directory .venv-latest/.stamp
 	$(LATEST)/pip install --quiet --upgrade transformers
 	@mkdir -p out
-	$(LATEST)/verify-bridge --all --level V0..V6 --json out/verdict-latest.json
+	$(LATEST)/verify-bridge --all --json out/verdict-latest.json
 
 aot: .venv/.stamp-dev ## every Triton kernel compiled for three generations of GPUs, without one
 	@mkdir -p out

@@ -77,7 +77,8 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 # fmt: off
 KILL_LIST = (
     "B*", "C0*", "C10*", "C11b*", "C11c*", "C11d*", "C12*", "C13*", "C14*", "C16*", "C17*", "C2*", "C5*", "G22*",
-    "G23*", "H*", "O4*", "Q*", "T46a*", "T46b*", "T46c*", "T47a*", "T47b*", "T47e*", "T47f*", "X*",
+    "G23*", "H*", "K01*", "K04*", "K05*", "K06*", "K07*", "O4*", "Q*", "T46a*", "T46b*", "T46c*", "T47a*", "T47b*",
+    "T47e*", "T47f*", "X*",
 )
 # fmt: on
 

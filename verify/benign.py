@@ -18,12 +18,12 @@ from torch import Tensor
 from bestiary.kernels.log_prob import LogProb
 from bestiary.models.config import DecoderConfig, LayerType, NormPlacement
 from bestiary.verify.planted.bug import Plant, everywhere
+from bestiary.verify.planted.kernels import smaller_chunks
 from bestiary.verify.planted.patching import adapted, built, override, patch, together
 
 _ATTENTION = "bestiary.models.layers.attention"
 _NORM = "bestiary.models.layers.norm:rms_norm"
-_LEVELS = "V2,V4,V6"
-_WITH_INPUTS = "V2,V4,V5,V6"
+_LEVELS, _WITH_INPUTS = "V2,V4,V6", "V2,V4,V5,V6"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -490,6 +490,7 @@ REWRITES: tuple[Benign, ...] = (
             patch("bestiary.models.layers.head:linear_cross_entropy", _whole_scalar_loss),
         ),
     ),
+    Benign(id="smaller_chunks", what="smaller blocks, tiles and chunks in kernels", ours=smaller_chunks, levels="K"),
     Benign(
         id="activation_checkpointing",
         what="blocks recomputed in the backward pass",

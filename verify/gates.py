@@ -56,6 +56,12 @@ OFFICIAL: Mapping[str, Gate] = MappingProxyType(
         "V5": Gate(1e-10),
         "V6.rms": Gate(2e-6),  # relative rms, float32
         "V6.max": Gate(2e-5),  # max|Δ| / std, float32
+        "V7.rms": Gate(1.25),  # multiple of the rms error that Hugging Face makes in bfloat16
+        "V7.max": Gate(2.0),  # multiple of its largest error
+        "K.exact": Gate(1e-10),  # relative rms against our reference, float64, values and gradients
+        "K.forward": Gate(2.0),  # multiple of the reference's own error in float32 or bfloat16
+        "K.backward": Gate(3.0),
+        "V8.layer": Gate(5e-6),  # relative rms of one layer of a real checkpoint, float32, teacher-forced
         "V8.max": Gate(1e-3),  # end logits of a real checkpoint, float32
         "V8.top1": Gate(0.999, at_least=True),  # where the reference's margin exceeds the noise
         "V8.kl": Gate(1e-6),

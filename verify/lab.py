@@ -19,7 +19,7 @@ from bestiary.verify.inputs import Inputs, tokens
 from bestiary.verify.reference import Reference, ReferencePool, hf_config, reference_class
 from bestiary.verify.side import OurSide, TheirSide
 from bestiary.verify.tiny import LENGTH, Raw
-from bestiary.verify.verdict import FieldFinding, Keys, Profile
+from bestiary.verify.verdict import FieldFinding, KernelPath, Keys, Profile
 
 T = TypeVar("T")
 
@@ -40,6 +40,7 @@ class Lab:
         pool: built references; shared between runs where nothing of Hugging Face is mutated.
         isolate: whether our forward also runs in a process without transformers' modelling files.
         keys, config, profiles: what V0, V3 and comparisons of logits found, for the verdict.
+        kernels: what K found of every optimised implementation, by "operation=implementation".
         varied: configs beside `cases` in which a check failed, by check id, so that they can be looked at again.
     """
 
@@ -55,6 +56,7 @@ class Lab:
     keys: Keys = field(default_factory=Keys)
     config: list[FieldFinding] = field(default_factory=list)
     profiles: list[Profile] = field(default_factory=list)
+    kernels: dict[str, KernelPath] = field(default_factory=dict)
     varied: dict[str, Raw] = field(default_factory=dict)
     _memo: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     _folder: tempfile.TemporaryDirectory[str] | None = None

@@ -45,7 +45,7 @@ def report_word(report: Report) -> Word:
 
 def _level(level: Level) -> str:
     counts = f"{level.passed}/{level.planned}"
-    line = f"  {level.id} {level.title:<11} {_SHOWN[level.status]:<8} {counts:>9}  {level.seconds:6.1f} s"
+    line = f"  {level.id:<2} {level.title:<11} {_SHOWN[level.status]:<8} {counts:>9}  {level.seconds:6.1f} s"
     if level.worst is not None:
         line += f"   worst {figure_text(level.worst)} at {_cut(level.worst.check, 40)} (gate {level.worst.gate:g})"
     extra = [f"{level.refused} refused"] if level.refused else []
@@ -89,6 +89,13 @@ def _refusals(verdict: Verdict) -> Iterator[str]:
         yield f"  refused by name   {_cut(', '.join(refused), 180)}"
 
 
+def _elsewhere(verdict: Verdict) -> Iterator[str]:
+    """Implementations for another device: named, so that nobody takes them for compared."""
+    names = [f"{path.operation}={path.implementation}" for path in verdict.kernels if path.status == "another device"]
+    if names:
+        yield f"  not for this device {_cut(', '.join(names), 170)}"
+
+
 def _divergence(verdict: Verdict) -> Iterator[str]:
     first = verdict.first_divergence
     if first is None:
@@ -115,7 +122,7 @@ def family_lines(verdict: Verdict) -> list[str]:
     if verdict.error:
         lines.append(f"  error             {_cut(verdict.error, 160)}")
     lines += [f"  weak test         {_cut(reason, 120)}" for reason in verdict.weak[:4]]
-    tail = [*_divergence(verdict), *_refusals(verdict)]
+    tail = [*_divergence(verdict), *_refusals(verdict), *_elsewhere(verdict)]
     if verdict.repro and verdict.exit_code != Exit.PASS:
         tail.append(f"  again             {verdict.repro}")
     tail.append(f"exit {int(verdict.exit_code)}  {verdict.verdict}  {verdict.seconds:.1f} s")

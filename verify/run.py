@@ -234,6 +234,7 @@ def _verify(
         keys=lab.keys,
         config=lab.config,
         activity=activity,
+        kernels=[lab.kernels[name] for name in sorted(lab.kernels)],
         profiles=lab.profiles,
         weak=weak,
         repro=_repro(lab, results, divergence),

@@ -205,6 +205,19 @@ class Activity(_Strict):
     deterministic: bool = True
 
 
+class KernelPath(_Strict):
+    """An optimised implementation and whether level K ran it: `calls` counts its choices in the dispatch log.
+
+    One for another device or another architecture is named here and counts in no level.
+    """
+
+    operation: str
+    implementation: str
+    status: Literal["ran", "another device", "another architecture"]
+    calls: int = Field(ge=0)
+    note: str = ""
+
+
 class Verdict(_Strict):
     """The finding for one family or checkpoint."""
 
@@ -227,6 +240,7 @@ class Verdict(_Strict):
     keys: Keys = Field(default_factory=Keys)
     config: list[FieldFinding] = Field(default_factory=list)
     activity: dict[str, Activity] = Field(default_factory=dict)
+    kernels: list[KernelPath] = Field(default_factory=list)
     profiles: list[Profile] = Field(default_factory=list)
     weak: list[str] = Field(default_factory=list)
     repro: str | None = None

@@ -62,7 +62,7 @@ def test_a_numeric_bug_ends_in_1_with_place_command_and_later_levels_not_run():
 
     verdict = run("qwen3", pool=POOL, mutate_ours=lambda side: side.model(other_activation))
     assert (verdict.exit_code, verdict.verdict) == (Exit.NUMERIC, "numeric")
-    assert [level.status for level in verdict.levels] == ["ok", "ok", "fail"] + ["not run"] * 4
+    assert [level.status for level in verdict.levels] == ["ok", "ok", "fail"] + ["not run"] * 5
     assert all(level.skipped == level.planned > 0 for level in verdict.levels[3:])
     assert verdict.first_divergence is not None
     assert verdict.first_divergence.module == "model.layers.1.mlp"

@@ -45,4 +45,5 @@ REGISTRY: tuple[LevelSpec, ...] = (
     LevelSpec("V4", "gradients", "v4_gradients"),
     LevelSpec("V5", "inputs", "v5_inputs"),
     LevelSpec("V6", "fp32", "v6_fp32"),
+    LevelSpec("K", "kernels", "k_kernels"),
 )

@@ -12,6 +12,7 @@ from bestiary.verify.planted import (
     configs,
     dense,
     experts,
+    kernels,
     keys,
     losses,
     masks,
@@ -25,7 +26,7 @@ __all__ = ["CATALOGUE", "BadCatalogue", "Plant", "PlantedBug", "ReferencePlant",
 
 CATALOGUE: tuple[PlantedBug, ...] = tuple(
     bug
-    for module in (attention, rope, masks, norms, dense, experts, keys, configs, losses, precision, cheats)
+    for module in (attention, rope, masks, norms, dense, experts, keys, configs, losses, precision, kernels, cheats)
     for bug in module.BUGS
 )
 
