@@ -21,7 +21,8 @@ A checkpoint folder is verified on its own weights: keys, round trip, and logits
 
 EPILOG = """\
 levels:
-  V0 keys  V1 round trip  V2 semantics  V3 config  V4 gradients  V5 inputs  V6 fp32;  V8 for a checkpoint
+  V0 keys  V1 round trip  V2 semantics  V3 config  V4 gradients  V5 inputs  V6 fp32
+  K kernels;  V8 for a checkpoint
 
 examples:
   verify-bridge qwen3                                   one family
