@@ -24,9 +24,10 @@ class Embedding(nn.Embedding):
         """(B, T) int64 → (B, T, H).
 
         Raises:
-            TokenOutOfRange: on the CPU always; on an accelerator the lookup itself asserts, without a synchronisation.
+            TokenOutOfRange: on the CPU; on an accelerator and in a compiled graph the lookup itself asserts, without a
+                synchronisation and without a break in the graph.
         """
-        if input.device.type == "cpu" and input.numel():
+        if input.device.type == "cpu" and not torch.compiler.is_compiling() and input.numel():
             self._check(input)
         embedded = lookup(input, self.weight, self.padding_idx)
         if self.multiplier == 1.0:
