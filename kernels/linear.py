@@ -8,6 +8,8 @@ reading it at full speed:
     the same, AVX2     BLAS 88 ms, transposed 66 ms, oneDNN 50 ms
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,7 +20,7 @@ from bestiary.kernels.dispatch import choose
 # without gradients.
 ROWS = 64
 
-_inner_product = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+_inner_product: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _CAPABLE = torch.backends.cpu.get_cpu_capability() in {"AVX2", "AVX512"}
 
 
@@ -39,7 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _obstacle(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return "it has no gradients, and a compiler makes its own choice"
-    if x.device.type != "cpu" or not _CAPABLE or _inner_product is None or not torch.backends.mkldnn.enabled:
+    if x.device.type != "cpu" or not _CAPABLE or _inner_product is None or not torch._C._get_mkldnn_enabled():
         return "oneDNN is for x86 with AVX2, switched on in torch.backends.mkldnn"
     if not 0 < x.numel() <= ROWS * x.shape[-1]:
         return f"only up to {ROWS} rows is packing the weight what costs"
