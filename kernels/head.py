@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bestiary.kernels.linear import linear
+from bestiary.kernels.linear import ROWS, linear
 
 TILE = 64
 
@@ -43,7 +43,13 @@ class _TiledLinear(torch.autograd.Function):
         ragged = weight.shape[0] % TILE
         whole = weight.shape[0] - ragged
         tile = linear(hidden, F.pad(weight[whole:], (0, 0, 0, TILE - ragged)))[..., :ragged]
-        return torch.cat((linear(hidden, weight[:whole]), tile), dim=-1)
+        if not _in_place(hidden, weight):
+            return torch.cat((linear(hidden, weight[:whole]), tile), dim=-1)
+        logits = hidden.new_empty((*hidden.shape[:-1], weight.shape[0]))
+        columns = logits.view(-1, weight.shape[0])[:, :whole]
+        torch.mm(hidden.reshape(-1, hidden.shape[-1]), weight[:whole].t(), out=columns)
+        logits[..., whole:] = tile
+        return logits
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -60,3 +66,17 @@ class _TiledLinear(torch.autograd.Function):
             rows, columns = hidden.reshape(-1, hidden.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
             for_weight = (columns.t() @ rows.to(gradient.dtype)).to(weight.dtype)
         return for_hidden, for_weight
+
+
+def _in_place(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether the product goes straight into its columns of the logits, which saves a pass over all of them.
+
+    Not on accelerators: rows that do not start at multiples of 16 bytes are what the tile is there to avoid.
+    """
+    return (
+        hidden.device.type == "cpu"
+        and hidden.numel() > ROWS * hidden.shape[-1]  # fewer rows have a faster product of their own
+        and hidden.dtype == weight.dtype
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+    )

@@ -10,25 +10,30 @@ from bestiary.kernels.head import TILE, head_logits
 VOCABULARIES = [1, 63, 64, 65, 1003, 1024]
 
 
-def setting(vocab: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+ROWS = [3, 50]  # of two sequences: few and many have products of their own
+
+
+def setting(vocab: int, dtype: torch.dtype = torch.float64, rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(vocab)
-    hidden = torch.randn(2, 3, 20, generator=generator, dtype=torch.float64)
+    hidden = torch.randn(2, rows, 20, generator=generator, dtype=torch.float64)
     return hidden.to(dtype), torch.randn(vocab, 20, generator=generator, dtype=torch.float64).to(dtype)
 
 
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_logits_are_those_of_a_plain_linear(vocab: int) -> None:
+def test_logits_are_those_of_a_plain_linear(vocab: int, rows: int) -> None:
     """Values, shape, and memory without gaps."""
-    hidden, weight = setting(vocab)
+    hidden, weight = setting(vocab, rows=rows)
     logits = head_logits(hidden, weight)
     torch.testing.assert_close(logits, F.linear(hidden, weight), rtol=1e-13, atol=1e-13)
-    assert logits.shape == (2, 3, vocab)
+    assert logits.shape == (2, rows, vocab)
     assert logits.is_contiguous()
     assert logits.untyped_storage().nbytes() == logits.numel() * logits.element_size(), "no padded columns behind"
 
 
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_every_product_has_a_multiple_of_64_columns(vocab: int) -> None:
+def test_every_product_has_a_multiple_of_64_columns(vocab: int, rows: int) -> None:
     """That is what the tile is for."""
     columns = []
 
@@ -36,19 +41,22 @@ def test_every_product_has_a_multiple_of_64_columns(vocab: int) -> None:
         def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             if func is F.linear:
                 columns.append(args[1].shape[0])
+            if func is torch.mm:
+                columns.append(args[1].shape[1])
             return func(*args, **(kwargs or {}))
 
-    hidden, weight = setting(vocab)
+    hidden, weight = setting(vocab, rows=rows)
     with Spy():
         head_logits(hidden, weight)
     assert sum(columns) == -(-vocab // TILE) * TILE
     assert all(count % TILE == 0 for count in columns)
 
 
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_gradients_are_those_of_a_plain_linear(vocab: int) -> None:
+def test_gradients_are_those_of_a_plain_linear(vocab: int, rows: int) -> None:
     """The weight's gradient has the weight's shape and holds nothing of the padding."""
-    (hidden, weight), (hidden2, weight2) = setting(vocab), setting(vocab)
+    (hidden, weight), (hidden2, weight2) = setting(vocab, rows=rows), setting(vocab, rows=rows)
     for leaf in (hidden, weight, hidden2, weight2):
         leaf.requires_grad_()
     head_logits(hidden, weight, divisor=1.7, softcap=2.5).square().sum().backward()
