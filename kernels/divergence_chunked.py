@@ -28,14 +28,14 @@ class Teacher:
 class Settings(NamedTuple):
     """What a call is besides the student's tensors.
 
-    index: (n,) of the tokens that count, None: all.   dtype: of logits, sums and results.
+    counted: (n,) positions of the tokens that count, None: all.   dtype: of logits, sums and results.
     vocab_size: of the whole vocabulary.   shard: this rank's part of both heads; None: it all.
     """
 
     map: LogitMap
     teacher: Teacher
     measure: Measure
-    index: Tensor | None
+    counted: Tensor | None
     dtype: torch.dtype
     vocab_size: int
     shard: VocabShard | None
@@ -86,7 +86,7 @@ class Problem:
 
     def __init__(self, student: tuple[Tensor, Tensor, Tensor | None], settings: Settings) -> None:
         self._hidden, weight, bias = student
-        self._settings, self._index, self.dtype = settings, settings.index, settings.dtype
+        self._settings, self._index, self.dtype = settings, settings.counted, settings.dtype
         self._student = Vocabulary(weight, bias, settings.map, settings.dtype)
         self._tokens = len(self._hidden) if self._index is None else len(self._index)
 
