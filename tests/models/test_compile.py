@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from bestiary.models import LoRAConfig
+
 from .tiny import tiny, tokens
 
 LENGTHS = [2, 3, 5, 7, 8, 16, 31, 33, 40, 47, 64, 65, 100, 127, 128, 129, 137, 160, 200, 201]
-LAYER_TYPES = {"qwen3": 1, "gemma3": 2}
+# Layers that differ: windows, and in tiny Qwen3-MoE a dense layer among routed ones.
+LAYER_TYPES = {"qwen3": 1, "gemma3": 2, "qwen3_moe": 2, "gpt_oss": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +64,42 @@ def test_one_graph_serves_twenty_lengths(family: str, kind: str) -> None:
                 assert (one - other).abs().max() < 1e-12 * (1 + other.abs().max())
     assert not torch._dynamo.utils.counters["graph_break"]
     assert count.frame_count == LAYER_TYPES[family]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_routed_blocks_with_adapters_are_whole_graphs(family: str, dtype: torch.dtype) -> None:
+    """Routing is data and stays inside one operator: fullgraph, adapters on experts and router, base frozen."""
+    lora = LoRAConfig(r=8, alpha=16, targets=("q_proj", "mlp.gate", "experts.*"))
+    model, plain = tiny(family, dtype, lora=lora, compile_blocks=True), tiny(family, dtype, lora=lora)
+    count = CompileCounterWithBackend("aot_eager")
+    for layer in model.model.layers:
+        layer.compile(backend=count, fullgraph=True)
+    for index, length in enumerate(LENGTHS):
+        ours = gradients(model, input_ids=tokens(2, length))
+        if index % 6 == 0:
+            theirs = gradients(plain, input_ids=tokens(2, length))
+            assert len(ours) == len(theirs) > 0
+            error = torch.stack([(a - b).norm() for a, b in zip(ours, theirs, strict=True)]).norm()
+            assert error <= 8 * torch.finfo(dtype).eps * torch.stack([b.norm() for b in theirs]).norm()
+    assert not torch._dynamo.utils.counters["graph_break"]
+    # The embedding is frozen, so that the input of the first layer has no gradient, and that of the others has one.
+    assert count.frame_count == LAYER_TYPES[family] + 1
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_whole_forward_breaks_at_the_head_alone(family: str) -> None:
+    """Inputs, masks, embedding, blocks and routing are traced; how many tokens the loss counts is data."""
+    model, ids = tiny(family, torch.float32), tokens(2, 17)
+    explained = torch._dynamo.explain(lambda: model(ids, labels=ids).loss)()
+    assert {"dropped tokens and chunks" in reason.reason for reason in explained.break_reasons} == {True}
+
+
+def test_a_compiled_lookup_refuses_ids_outside_the_vocabulary() -> None:
+    """Without a look at the data in Python, which would break the graph: the lookup itself says it."""
+    embed = tiny("gemma3").model.embed_tokens
+    compiled, ids = torch.compile(embed.forward, backend="aot_eager", fullgraph=True), tokens(2, 17)
+    assert torch.equal(compiled(ids), embed(ids))
+    with pytest.raises(IndexError, match="out of range"):
+        compiled(ids + 1000)
