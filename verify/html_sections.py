@@ -76,7 +76,7 @@ def cell(head: str, *children: Child, css: str | None = None) -> Html:
 
 def level_sections(verdict: Verdict) -> list[Html]:
     """All sections of a verdict, those with nothing to say left out."""
-    parts = (_levels, _found, _plots, _coverage, _keys, _activity, _configs, _environment)
+    parts = (_levels, _found, _plots, _coverage, _kernels, _keys, _activity, _configs, _environment)
     return [part for make in parts if (part := make(verdict)) is not None]
 
 
@@ -334,6 +334,24 @@ def _keys(verdict: Verdict) -> Html | None:
         return None
     table = [tag("h4", "Ignored with a reason"), cards(("key", "reason"), ignored)] if ignored else None
     return section("Keys", lists, table, closed=not lists)
+
+
+def _kernels(verdict: Verdict) -> Html | None:
+    if not verdict.kernels:
+        return None
+    rows = [
+        [
+            cell("operation", tag("code", one.operation), css="head"),
+            cell("implementation", tag("code", one.implementation)),
+            cell("status", tag("span", one.status, class_=f"badge {'good' if one.status == 'ran' else 'mute'}")),
+            cell("calls", one.calls),
+            cell("note", one.note),
+        ]
+        for one in verdict.kernels
+    ]
+    ran = sum(one.status == "ran" for one in verdict.kernels)
+    heads = ("operation", "implementation", "status", "calls", "note")
+    return section(f"Optimised paths, {ran} of {len(rows)} ran here", cards(heads, rows), closed=True)
 
 
 def _activity(verdict: Verdict) -> Html | None:

@@ -118,6 +118,7 @@ def test_all_that_the_verdict_says_is_on_the_page():
     wanted += [level.title for level in one.levels] + [level.findings[0].check for level in one.levels]
     for item in one.config:
         wanted += [item.field, item.kind.upper(), item.ours, *item.read_as, item.read_in]
+    wanted += [one.kernels[0].operation, one.kernels[1].status, "1 of 2 ran here"]
     assert [entry for entry in wanted if entry not in text] == []
 
 

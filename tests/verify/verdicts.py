@@ -11,6 +11,7 @@ from bestiary.verify.verdict import (
     FieldFinding,
     Finding,
     Hypothesis,
+    KernelPath,
     Keys,
     LayerError,
     Level,
@@ -127,6 +128,10 @@ def full(name: str = "qwen3") -> Verdict:
             "config": [refused, field],
             "keys": Keys(missing=[name], ignored_with_reason={name: name}),
             "activity": {"base": Activity(clipped={name: 0.3}, min_router_margin=1e-3)},
+            "kernels": [
+                KernelPath(operation="log_prob", implementation=name, status="ran", calls=3, note=name),
+                KernelPath(operation="norm", implementation="triton", status="another device", calls=0),
+            ],
             "cases": {"base": {"hidden_size": 80, "name": name}},
             "hashes": {"verifier": "0123456789abcdef" * 4},
         }
