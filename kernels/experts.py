@@ -82,9 +82,19 @@ def _grouped_obstacle(x: Tensor, *projections: ExpertLinear) -> str | None:
                 tensor.shape[-1] * tensor.element_size() % 16 or tensor.shape[-2] * tensor.element_size() % 16
             ):
                 return f"rows of {tuple(tensor.shape)} in {tensor.dtype} are not multiples of 16 bytes"
+            if tensor is not None and not _aligned(tensor):
+                return f"a weight of strides {tensor.stride()} lies off the borders of 16 bytes"
             if tensor is not None and tensor.dtype != x.dtype:
                 return f"weights are {tensor.dtype} and activations {x.dtype}"
     return _sorted_obstacle(x, *projections)
+
+
+def _aligned(tensor: Tensor) -> bool:
+    """Whether grouped matmul takes a (E, out, in) weight as it lies: rows or columns of adjacent numbers, 16 bytes
+    apart."""
+    near, far = sorted(tensor.stride()[1:])
+    steps = (tensor.stride(0), far, tensor.storage_offset())
+    return near == 1 and all(step * tensor.element_size() % 16 == 0 for step in steps)
 
 
 def _activate(gate_up: Tensor, activation: str, clamp: tuple[float, float] | None) -> Tensor:

@@ -199,7 +199,7 @@ def _blocks() -> Iterator[tuple[str, Operation]]:
                 {"rope": "torch"},
             ),
         )
-    for name, dtype in (("loop", torch.float64), ("grouped", torch.float32)):
+    for name, dtype in (("loop", torch.float64), ("sorted", torch.float64), ("grouped", torch.float32)):
         for clamp in (None, (1.7, 1.1)):
             yield (
                 f"experts, {clamp=}, {name}",

@@ -287,3 +287,31 @@ def test_any_number_of_tokens_an_expert_is_exact(counts: tuple[int, ...], dtype:
             assert all(leaf.grad[e].any() for e in range(EXPERTS) if counts[e])
     for ours, exact in zip(*found, strict=True):
         assert (ours.double() - exact).norm() <= 32 * torch.finfo(dtype).eps * exact.norm()
+
+
+@pytest.mark.parametrize("layout", ["every other column", "rows of an odd width", "an odd offset", "transposed"])
+def test_weights_of_any_strides(layout: str) -> None:
+    """torch's grouped matmul refuses numbers that are apart and rows that are not at multiples of 16 bytes."""
+    inputs, gate_up, down = setting(torch.float32, lora=True)
+
+    def strided(tensor: Tensor) -> Tensor:
+        if layout == "every other column":
+            return tensor.repeat_interleave(2, -1)[..., ::2]
+        if layout == "rows of an odd width":
+            return torch.cat((tensor, tensor[..., :1]), -1)[..., :-1]
+        if layout == "an odd offset":
+            return torch.cat((torch.zeros(1), tensor.flatten()))[1:].view_as(tensor)
+        return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+    moved = [
+        replace(linear, **{n: strided(t) for n, t in vars(linear).items() if isinstance(t, Tensor) and t.dim() == 3})
+        for linear in (gate_up, down)
+    ]
+    expected = experts_mlp(*inputs, gate_up, down)
+    torch.testing.assert_close(experts_mlp(*inputs, *moved), expected)
+    with force(experts="grouped"):
+        if layout == "transposed":  # columns of adjacent numbers are as good
+            torch.testing.assert_close(experts_mlp(*inputs, *moved), expected)
+        else:
+            with pytest.raises(UnsupportedDispatch, match="off the borders of 16 bytes"):
+                experts_mlp(*inputs, *moved)
