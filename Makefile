@@ -16,7 +16,7 @@ COMMA := ,
 # Runs one installation step and prints its seconds, so that a target's own time can be read apart.
 timed = @echo "$(1)"; start=$$(date +%s); $(1) && echo "  took $$(( $$(date +%s) - start )) s"
 
-.PHONY: help venv demo test test-fast verify-all self-test browser verify-latest aot aot-oldest bench bench-full lint clean
+.PHONY: help venv demo test test-fast verify-all verify-large self-test browser verify-latest aot aot-oldest bench bench-full lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,9 +32,13 @@ test: .venv/.stamp-dev ## the whole test suite (SELECT="-k word" narrows it)
 test-fast: .venv/.stamp-dev ## the tests not marked slow
 	$(BIN)/python -m pytest -m "not slow" $(SELECT)
 
-verify-all: .venv/.stamp-dev ## every registered bridge through V0–V6 and K: out/verdict.json, out/verdict.html
+verify-all: .venv/.stamp-dev ## every registered bridge through V0–V7 and K: out/verdict.json, out/verdict.html
 	@mkdir -p out
 	$(BIN)/verify-bridge --all --json out/verdict.json --report out/verdict.html
+
+verify-large: .venv/.stamp-dev ## level V8 on one full-size layer of GPT-OSS 120B (MXFP4) and of Qwen3 235B, within 18 GiB
+	$(BIN)/python -m bestiary.tools.verify_large gpt_oss
+	$(BIN)/python -m bestiary.tools.verify_large qwen3_moe
 
 self-test: .venv/.stamp-dev ## the verifier on planted bugs: all killed, no false alarm (out/self-test.html)
 	@mkdir -p out

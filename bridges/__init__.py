@@ -3,7 +3,7 @@
 from bestiary.bridges.bridge import Bridge, CheckpointConfig
 from bestiary.bridges.export import named_hf_tensors, save_decoder
 from bestiary.bridges.fields import HFFields
-from bestiary.bridges.loading import fill, load_checkpoint, read_config
+from bestiary.bridges.loading import fill, fill_parameters, load_checkpoint, read_config
 from bestiary.bridges.peft import save_adapter
 from bestiary.bridges.peft_import import AdapterFile, read_adapter
 from bestiary.bridges.plan import Naming, Plan, plan_export, plan_import
@@ -22,6 +22,7 @@ __all__ = [
     "SafetensorsSource",
     "TensorInfo",
     "fill",
+    "fill_parameters",
     "get_bridge",
     "load_checkpoint",
     "load_decoder",

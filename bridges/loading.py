@@ -117,17 +117,27 @@ def fill(model: Decoder, source: TensorSource, plan: Plan) -> None:
         KeyMismatch: an element was written twice or not at all (a bug of a rule, caught here).
     """
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    fill_parameters(parameters, source, plan)
+    model.init_weights(torch.initial_seed() % 2**31, only=frozenset(plan.fresh))
+    if plan.duplicate_head is not None:
+        _compare_head(source, plan, parameters)
+
+
+@torch.no_grad()
+def fill_parameters(parameters: Mapping[str, Tensor], source: TensorSource, plan: Plan) -> None:
+    """Write `parameters`, those of a model or of a part of it, by the items of `plan`, which name no others.
+
+    Raises:
+        KeyMismatch: an element was written twice or not at all (a bug of a rule, caught here).
+    """
     tasks = sorted(_tasks(source, plan), key=lambda task: _position(source, task[0].hub, task[1]))
     written: Counter[str] = Counter()
     with ThreadPoolExecutor(_READERS) as pool:
         for counts in pool.map(lambda task: _copy(source, parameters, *task), tasks):
             written.update(counts)
-    model.init_weights(torch.initial_seed() % 2**31, only=frozenset(plan.fresh))
     wrong = [name for name, p in parameters.items() if name not in plan.fresh and written[name] != p.numel()]
     if wrong:
         raise KeyMismatch(mismatched=wrong, read_from=source.name, remedy="correct the rule of these parameters")
-    if plan.duplicate_head is not None:
-        _compare_head(source, plan, parameters)
 
 
 def _float_type(dtype: Any) -> torch.dtype | None:

@@ -31,6 +31,7 @@ def verify(
     tokens: str | Path | Sequence[int] | None = None,
     progress: Callable[[str], None] | None = None,
     pool: ReferencePool | None = None,
+    work: str | Path | None = None,
 ) -> Verdict:
     """Verifies a family on tiny configs, or a checkpoint folder on its own weights.
 
@@ -38,7 +39,7 @@ def verify(
 
     Args:
         target: `model_type` of a registered bridge, or a checkpoint folder or hub id.
-        level: "V2", "V0..V2", "V0,V4"; None: all.
+        level: "V2", "V0..V2", "V0,V4"; None: all. Of a checkpoint V0, V1, V8, or several with commas.
         only: patterns of check ids, or `layerN`.
         seed: of weights and inputs.
         keep_going: run later levels after one failed.
@@ -48,6 +49,7 @@ def verify(
         text: checkpoint: a text file to compare on, by the folder's own tokenizer.
         tokens: checkpoint: token ids to compare on, or a JSON file with a list of them.
         progress: called with a line before each level.
+        work: checkpoint: folder for what a killed run leaves; None: in the user's cache folder.
         pool: references that earlier calls built, to share them.
     Raises:
         UnsupportedModelType, CheckpointNotFound, BadUsage, GateError: nothing can be verified so.
@@ -61,6 +63,8 @@ def verify(
             token_ids=_token_ids(text, tokens, target),
             keep_going=keep_going,
             progress=progress,
+            work=None if work is None else Path(work),
+            levels=None if level is None else level.split(","),
         )
     return run(
         str(target),

@@ -1,36 +1,29 @@
-"""A real checkpoint: its keys, its round trip through our files, and the logits of the whole model in float32 (V8).
-
-The two models are never in memory together: Hugging Face's logits are kept, the model goes, ours comes.
-"""
+"""A real checkpoint: its keys, its round trip through our files, and its layers and logits in float32 (V8)."""
 
 from __future__ import annotations
 
-import gc
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from bestiary.bridges import Bridge, Plan, SafetensorsSource, get_bridge, read_config
-from bestiary.bridges.errors import KeyMismatch
+from bestiary.bridges import SafetensorsSource, get_bridge, read_config
 from bestiary.bridges.hub import resolve
 from bestiary.bridges.storage import read_rows
-from bestiary.models import Decoder, DecoderConfig
+from bestiary.models import DecoderConfig
+from bestiary.verify.checkpoint_bench import Bench
 from bestiary.verify.checks import (
     Check,
     Outcome,
     exit_codes,
     failed,
     holds,
-    judged,
     not_run,
     passed,
     run_level,
@@ -38,108 +31,17 @@ from bestiary.verify.checks import (
 )
 from bestiary.verify.gates import GATE_VERSION, OFFICIAL, Gates
 from bestiary.verify.hashes import altered_files, own_hashes, patched_functions, reference_hash, reference_modules
-from bestiary.verify.inputs import Inputs, tokens
+from bestiary.verify.inputs import tokens
+from bestiary.verify.levels import v8_checkpoint
 from bestiary.verify.measure import bit_equal
-from bestiary.verify.profiles import position_errors, record
-from bestiary.verify.reference import default_dtype, quiet, reference_class
+from bestiary.verify.reference import quiet, reference_class
 from bestiary.verify.run import BadUsage, environment
-from bestiary.verify.verdict import WORDS, Exit, Keys, Level, Profile, Verdict, first_present
+from bestiary.verify.verdict import WORDS, Exit, Level, Verdict, first_present
 
 MAX_LOGIT_BYTES = 2**30
 BEYOND_WINDOW = 96
-CHUNK = 64
-OFFSET = 4096
-OFFSET_LENGTH = 48
+SHORTEST = 64
 SCANNED_BYTES = 2**26
-
-
-@dataclass
-class Bench:
-    """One checkpoint under test."""
-
-    folder: Path
-    raw: dict[str, Any]
-    bridge: Bridge
-    scratch: Path
-    token_ids: Sequence[int]
-    gates: Gates
-    keys: Keys = field(default_factory=Keys)
-    profiles: list[Profile] = field(default_factory=list)
-    _plan: Plan | KeyMismatch | None = None
-    _logits: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    @property
-    def config(self) -> DecoderConfig:
-        """The architecture our bridge reads."""
-        return self.bridge.parse(self.raw, source=str(self.folder / "config.json")).decoder
-
-    def plan(self) -> Plan:
-        """Which stored tensor goes where; a mismatch of keys is raised at every call."""
-        if isinstance(self._plan, KeyMismatch):
-            raise self._plan
-        if self._plan is None:
-            parsed = self.bridge.parse(self.raw, source=str(self.folder / "config.json"))
-            with SafetensorsSource(self.folder) as source:
-                try:
-                    self._plan = self.bridge.plan_import(
-                        parsed.decoder, source.infos, quantization=parsed.quantization, read_from=str(self.folder)
-                    )
-                except KeyMismatch as error:
-                    self.keys.missing += error.missing
-                    self.keys.unexpected += error.extra
-                    self.keys.shape_mismatch += error.mismatched
-                    self._plan = error
-                    raise
-            self.keys.ignored_with_reason.update(self._plan.ignored)
-        return self._plan
-
-    def stored(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every stored tensor."""
-        with SafetensorsSource(self.folder) as source:
-            return {name: info.shape for name, info in source.infos.items()}
-
-    def exported(self) -> Path:
-        """Our export of the checkpoint, written at first use."""
-        target = self.scratch / "export"
-        if not target.exists():
-            self.bridge.save(self.bridge.load(self.folder), target)
-            gc.collect()
-        return target
-
-    # ------------------------------------------------------------ logits
-
-    def inputs(self, name: str) -> Inputs:
-        """The text from position 0, or its beginning at a far position."""
-        ids = torch.tensor([list(self.token_ids)])
-        if name == "text":
-            return Inputs(ids)
-        ids = ids[:, :OFFSET_LENGTH]
-        return Inputs(ids, position_ids=torch.arange(ids.shape[1])[None] + OFFSET)
-
-    def logits(self, name: str) -> tuple[Tensor, Tensor]:
-        """Ours and Hugging Face's float32 logits (T, V) of one input."""
-        if not self._logits:
-            names = ["text"] + ["offset"] * (self.config.max_position_embeddings > OFFSET + OFFSET_LENGTH)
-            theirs = self._hugging_face(names)
-            gc.collect()
-            model: Decoder = self.bridge.load(self.folder, dtype=torch.float32)
-            with torch.no_grad():
-                for one in names:
-                    ours = model(**self.inputs(one).kwargs())["logits"][0]
-                    self._logits[one] = (ours, theirs[one])
-                    errors = position_errors(ours, theirs[one], scale=_spread(theirs[one]))
-                    record(self.profiles, "V8", one, self.gates["V8.max"].limit, positions=errors)
-            del model
-            gc.collect()
-        return self._logits[name]
-
-    def _hugging_face(self, names: Sequence[str]) -> dict[str, Tensor]:
-        with quiet(), default_dtype(torch.float32), torch.no_grad():
-            model = reference_class(self.bridge.reference).from_pretrained(
-                self.folder, dtype=torch.float32, attn_implementation="eager"
-            )
-            model.eval()
-            return {name: model(**self.inputs(name).kwargs(), use_cache=False).logits[0] for name in names}
 
 
 # ------------------------------------------------------------------------------------------------ V0
@@ -273,73 +175,6 @@ def _plan_v1(bench: Bench) -> list[Check]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------ V8
-
-
-def _finite(bench: Bench, name: str) -> Outcome:
-    ours, theirs = bench.logits(name)
-    ok = ours.shape == theirs.shape and bool(torch.isfinite(ours).all())
-    return holds(
-        ok, Exit.NUMERIC, f"our logits are {tuple(ours.shape)}, Hugging Face's {tuple(theirs.shape)}, or not finite"
-    )
-
-
-def _spread(logits: Tensor) -> float:
-    """Standard deviation of logits (T, V), from some positions."""
-    return float(logits[:: max(1, len(logits) // 16)].double().std())
-
-
-def _max(bench: Bench, name: str) -> Outcome:
-    ours, theirs = bench.logits(name)
-    worst = max(float((a - b).abs().max()) for a, b in zip(ours.split(CHUNK), theirs.split(CHUNK), strict=True))
-    return judged(worst / _spread(theirs), bench.gates["V8.max"])
-
-
-def _kl(bench: Bench, name: str) -> Outcome:
-    ours, theirs = bench.logits(name)
-    total = 0.0
-    for a, b in zip(ours.split(CHUNK), theirs.split(CHUNK), strict=True):
-        p, q = b.double().log_softmax(-1), a.double().log_softmax(-1)
-        total += float((p.exp() * (p - q)).sum())
-    return judged(total / len(theirs), bench.gates["V8.kl"])
-
-
-def _top1(bench: Bench, name: str) -> Outcome:
-    """Agreement of the most likely token where the reference's margin exceeds the noise that the gate allows."""
-    ours, theirs = bench.logits(name)
-    best = theirs.topk(2, dim=-1)
-    noise = bench.gates["V8.max"].limit * float(theirs[:CHUNK].double().std())
-    clear = best.values[:, 0] - best.values[:, 1] > noise
-    if not bool(clear.any()):
-        return failed(Exit.INCONCLUSIVE, "no position has a margin above the noise")
-    agree = (ours.argmax(-1) == best.indices[:, 0])[clear]
-    return judged(float(agree.double().mean()), bench.gates["V8.top1"])
-
-
-def _long_enough(bench: Bench) -> Outcome:
-    window = bench.config.sliding_window
-    count = len(bench.token_ids)
-    enough = window is None or count > window
-    return (
-        Outcome("passed")
-        if enough
-        else Outcome("inconclusive", Exit.INCONCLUSIVE, f"{count} tokens do not pass the window of {window}")
-    )
-
-
-def _plan_v8(bench: Bench) -> list[Check]:
-    names = ["text"] + ["offset"] * (bench.config.max_position_embeddings > OFFSET + OFFSET_LENGTH)
-    checks = [Check("longer than the window", partial(_long_enough, bench))]
-    for name in names:
-        checks += [
-            Check(f"{name}/finite", partial(_finite, bench, name)),
-            Check(f"{name}/max", partial(_max, bench, name)),
-            Check(f"{name}/kl", partial(_kl, bench, name)),
-            Check(f"{name}/top1", partial(_top1, bench, name)),
-        ]
-    return checks
-
-
 IMPORTS: dict[str, tuple[str, Callable[[Bench], object]]] = {
     "V0": ("import plan", Bench.plan),
     "V1": ("import", Bench.exported),
@@ -349,7 +184,7 @@ IMPORTS: dict[str, tuple[str, Callable[[Bench], object]]] = {
 LEVELS: tuple[tuple[str, str, Callable[[Bench], list[Check]], Exit], ...] = (
     ("V0", "keys", _plan_v0, Exit.KEYS),
     ("V1", "round trip", _plan_v1, Exit.KEYS),
-    ("V8", "checkpoint", _plan_v8, Exit.NUMERIC),
+    ("V8", "checkpoint", v8_checkpoint.plan, Exit.NUMERIC),
 )
 
 
@@ -359,7 +194,7 @@ def choose_tokens(config: DecoderConfig, token_ids: Sequence[int] | None, seed: 
     Raises:
         BadUsage: no tokens, or one outside the vocabulary.
     """
-    most = max(CHUNK, MAX_LOGIT_BYTES // (4 * config.vocab_size))
+    most = max(SHORTEST, MAX_LOGIT_BYTES // (4 * config.vocab_size))
     if token_ids is None:
         length = min(most, (config.sliding_window or 256) + BEYOND_WINDOW)
         return list(tokens(config.vocab_size, 1, length, seed)[0].tolist())
@@ -380,17 +215,28 @@ def run_checkpoint(
     token_ids: Sequence[int] | None = None,
     keep_going: bool = False,
     progress: Callable[[str], None] | None = None,
+    work: Path | None = None,
+    levels: Collection[str] | None = None,
 ) -> Verdict:
-    """Verifies a checkpoint folder or hub id: V0 and V1 on its files, V8 on the float32 logits of the whole model.
+    """Verifies a checkpoint folder or hub id: V0 and V1 on its files, V8 on its layers and logits in float32.
+
+    V8 holds one layer of one side in memory at a time. A run that was killed in V8 goes on at the layer it had
+    reached, as long as checkpoint, tokens and both implementations are the same.
 
     Args:
         token_ids: one sequence to compare on, best real text longer than the sliding window; None: random ids.
         keep_going: run later levels after one failed.
-        progress: called with a line before each level.
+        progress: called with a line before each level and each layer.
+        work: folder for what a killed run leaves; None: `bestiary/verify` in the user's cache folder.
+        levels: some of V0, V1, V8; None: all. V1 has whole models in memory, V8 has not.
     Raises:
         CheckpointNotFound, UnsupportedModelType, OfflineError, BadUsage.
     """
     start = time.perf_counter()
+    known = [level for level, *_ in LEVELS]
+    chosen = known if levels is None else [level for level in known if level in levels]
+    if not chosen or not set(chosen).issuperset(levels or ()):
+        raise BadUsage(f"a checkpoint has no level {', '.join(levels or ())}.", remedy=f"choose of {', '.join(known)}")
     folder = resolve(source)
     raw = read_config(folder)
     bridge = get_bridge(str(raw.get("model_type")), read_from=str(folder))
@@ -403,8 +249,9 @@ def run_checkpoint(
             Path(scratch),
             choose_tokens(config, token_ids, seed),
             gates or Gates(),
+            work=work,
         )
-        results, codes = _levels(bench, keep_going, progress or (lambda _: None))
+        results, codes = _levels(bench, chosen, keep_going, progress or (lambda _: None))
     reference = reference_class(bridge.reference)
     tampered = [f"{path} differs from the wheel's RECORD" for path in altered_files()]
     tampered += [f"{name} was replaced in memory" for name in patched_functions(reference_modules(reference))]
@@ -415,7 +262,7 @@ def run_checkpoint(
         reference_class=bridge.architecture,
         verdict=WORDS[code],
         exit_code=code,
-        scope="full",
+        scope="full" if chosen == known else "partial",
         gate_version=GATE_VERSION,
         official=dict(bench.gates.table) == dict(OFFICIAL),
         env=environment(),
@@ -434,12 +281,19 @@ def run_checkpoint(
     )
 
 
-def _levels(bench: Bench, keep_going: bool, progress: Callable[[str], None]) -> tuple[list[Level], list[Exit]]:
+def _line(progress: Callable[[str], None], before: str, text: str) -> None:
+    progress(f"{before} {text}")
+
+
+def _levels(
+    bench: Bench, chosen: Collection[str], keep_going: bool, progress: Callable[[str], None]
+) -> tuple[list[Level], list[Exit]]:
     results: list[Level] = []
     codes: list[Exit] = []
     stopped: str | None = None
-    for level, title, plan, on_error in LEVELS:
+    for level, title, plan, on_error in (one for one in LEVELS if one[0] in chosen):
         progress(f"{bench.folder.name} {level} {title}")
+        bench.progress = partial(_line, progress, f"{bench.folder.name} {level}")
         if stopped is not None:
             results.append(not_run(level, title, plan(bench), stopped))
             continue

@@ -17,12 +17,13 @@ Does our implementation, with its bridge, equal the Hugging Face class of the in
 on every config field, input shape and gradient that can matter? If not, where and why?
 
 A family is verified on tiny random configs derived from its Hugging Face config; nothing is downloaded.
-A checkpoint folder is verified on its own weights: keys, round trip, and logits in float32."""
+A checkpoint folder is verified on its own weights: keys, round trip, and in float32 each layer and the logits, one
+layer in memory at a time; a run that was killed goes on where it was."""
 
 EPILOG = """\
 levels:
   V0 keys  V1 round trip  V2 semantics  V3 config  V4 gradients  V5 inputs  V6 fp32
-  K kernels;  V8 for a checkpoint
+  V7 bf16  K kernels;  V8 for a checkpoint
 
 examples:
   verify-bridge qwen3                                   one family
@@ -71,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--isolate", action="store_true", help="run our forward where transformers' models are blocked")
     parser.add_argument("--text", metavar="FILE", help="checkpoint: text to compare on, by the folder's tokenizer")
     parser.add_argument("--tokens", metavar="FILE", help="checkpoint: JSON list of token ids to compare on")
+    parser.add_argument("--work", metavar="DIR", help="checkpoint: where a killed run's state is; default: user cache")
     outputs.add_options(parser, "json", "report", "card", "junit")
     parser.add_argument("--kill-matrix", metavar="FILE", help="self-test JSON whose kill matrix page and card show")
     parser.add_argument("--quiet", action="store_true", help="no progress lines on stderr")
@@ -157,6 +159,7 @@ def _verify(args: argparse.Namespace) -> int:
             isolate=args.all or args.isolate,
             text=args.text,
             tokens=args.tokens,
+            work=args.work,
             progress=None if args.quiet else _progress,
         )
         for target in (list(registered_bridges()) if args.all else args.targets)

@@ -17,6 +17,11 @@ from bestiary.verify.verdict import Exit
 from tests.verify.families import FAMILIES, REFERENCES
 
 
+@pytest.fixture(autouse=True)
+def _no_cache_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 def _saved(tmp_path, family: str, case: str = "base", shards: int = 3):
     raw = tiny_config(REFERENCES[family], case)
     reference = Reference(REFERENCES[family], raw, 0, dtype=torch.float32)
@@ -74,6 +79,11 @@ def test_a_config_that_only_ours_misreads_ends_in_1(tmp_path, monkeypatch):
     verdict = run_checkpoint(_saved(tmp_path, "qwen3"), keep_going=True)
     assert verdict.levels[2].status == "fail"
     assert verdict.levels[2].worst is not None
+
+
+def test_a_level_that_a_checkpoint_does_not_have_is_wrong_usage(tmp_path):
+    with pytest.raises(BadUsage, match="V5"):
+        run_checkpoint(_saved(tmp_path, "qwen3", "square", shards=1), levels=("V0", "V5"))
 
 
 @pytest.mark.parametrize("ids", [[], [10**6], [-1]])
