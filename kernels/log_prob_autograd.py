@@ -15,7 +15,7 @@ from bestiary.kernels.errors import UnsupportedDispatch
 from bestiary.kernels.log_prob_gradients import Known, Needs, Upstream
 from bestiary.kernels.log_prob_statistics import Rows
 from bestiary.kernels.log_prob_terms import LogProb, ScalarLoss, Setting
-from bestiary.kernels.lookup import mark_dense
+from bestiary.kernels.lookup import remember_dense
 from bestiary.kernels.vocab_tiles import Vocabulary, row_chunks
 
 
@@ -202,7 +202,7 @@ def _delivered(ctx: Any, problem: Problem, gradients: Sums) -> tuple[Tensor | No
         of_hidden = problem.spread(of_hidden.to(problem.hidden.dtype))
     of_weight = None if gradients.weight is None else gradients.weight.to(problem.weight.dtype)
     if of_weight is not None:
-        mark_dense(ctx, 1)
+        remember_dense(ctx, 1, of_weight)
     return of_hidden, of_weight, None if gradients.bias is None or bias is None else gradients.bias.to(bias.dtype)
 
 
