@@ -16,6 +16,24 @@ class UnsupportedModelType(BestiaryError):
     exit_code = 4
 
 
+class RemoteCodeRefused(BestiaryError):
+    """A checkpoint whose model exists only as code that comes with it, which nobody said to run."""
+
+    exit_code = 4
+
+
+class NoDecoderConfig(BestiaryError, AttributeError):
+    """`decoder_config` of a model that is not ours; an AttributeError, so that `hasattr` says False."""
+
+    exit_code = 4
+
+    def __init__(self, architecture: str) -> None:
+        super().__init__(
+            f"decoder_config: {architecture} runs on the fallback backend and is not described by a DecoderConfig.",
+            remedy="read model.config (transformers'), or write a bridge for this family",
+        )
+
+
 class UnsupportedConfig(BestiaryError):
     """A field of an HF config whose value would change the computation and is not implemented.
 

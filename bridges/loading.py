@@ -77,7 +77,7 @@ def load_checkpoint(
     if mesh is not None or backend != "native":
         option = f"mesh = {mesh!r}" if mesh is not None else f"backend = {backend!r}"
         raise UnsupportedLoad(f"{option} is not implemented.", remedy="leave it out: one device, the native backend")
-    asked, device = _float_type(dtype), _device(device)
+    asked, device = float_type(dtype), usable_device(device)
     if not (lora is None or isinstance(lora, LoRAConfig | str | Path)):
         raise UnsupportedLoad(
             f"lora = {lora!r} is a {type(lora).__name__}.",
@@ -140,8 +140,12 @@ def fill_parameters(parameters: Mapping[str, Tensor], source: TensorSource, plan
         raise KeyMismatch(mismatched=wrong, read_from=source.name, remedy="correct the rule of these parameters")
 
 
-def _float_type(dtype: Any) -> torch.dtype | None:
-    """A float type from itself or its name; None for "auto"."""
+def float_type(dtype: Any) -> torch.dtype | None:
+    """A float type from itself or its name; None for "auto".
+
+    Raises:
+        UnsupportedLoad: no float type.
+    """
     if dtype is None or dtype == "auto":
         return None
     found = FLOAT_TYPES.get(str(dtype).removeprefix("torch."))
@@ -153,8 +157,12 @@ def _float_type(dtype: Any) -> torch.dtype | None:
     return found
 
 
-def _device(device: Any) -> torch.device:
-    """A device that exists here."""
+def usable_device(device: Any) -> torch.device:
+    """A device that exists here.
+
+    Raises:
+        UnsupportedLoad: it does not.
+    """
     try:
         found = torch.device(device)
         torch.empty(0, device=found)

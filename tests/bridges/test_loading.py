@@ -314,7 +314,7 @@ def test_a_subclass_gets_itself(saved: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"backend": "hf"},
+        {"backend": "onnx"},
         {"mesh": object()},
         {"dtype": torch.int8},
         {"dtype": "int8"},
