@@ -13,12 +13,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from bestiary.kernels.errors import BestiaryError
-from bestiary.tools.arguments import Parser, write_json
+from bestiary.tools.arguments import Parser, at_least, write_json
 
 MODELS = ("gpt_oss", "qwen3_moe")
 VOCABULARY = 2048
@@ -38,24 +39,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("bestiary.tools.verify_large", __doc__, EXAMPLES)
     parser.add_argument("model", choices=MODELS, help="whose layer")
     parser.add_argument("--gib", type=float, default=18.0, help="memory that the process may take at most (default 18)")
-    parser.add_argument("--tokens", type=int, default=160, help="length of the text (default 160)")
+    parser.add_argument("--tokens", type=at_least(129), default=160, help="length of the text (default 160)")
+    parser.add_argument("--experts", type=at_least(8), default=128, help="fewer than the real 128, for a first look")
     args = parser.parse_args(argv)
     try:
-        result = measure(args.model, args.tokens)
+        result = measure(args.model, args.tokens, args.experts)
     except BestiaryError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     result["allowed_gib"] = args.gib
     write_json(args.json, result)
     if args.json != "-":
+        size = f"{args.experts} experts, {result['layer_parameters'] / 1e9:.2f} B parameters a layer"
         print(
-            f"{args.model}: {result['verdict']}, {result['layer_parameters'] / 1e9:.2f} B parameters a layer, peak "
-            f"{result['peak_gib']:.1f} GiB of {args.gib:g}, {result['seconds']:.0f} s, worst {result['worst']}"
+            f"{args.model}, {size}: {result['verdict']}, peak {result['peak_gib']:.1f} GiB of {args.gib:g}, "
+            f"{result['seconds']:.0f} s, worst {result['worst']}"
         )
     return int(result["exit_code"]) or int(result["peak_gib"] > args.gib)
 
 
-def measure(model: str, length: int) -> dict[str, Any]:
+def measure(model: str, length: int, experts: int) -> dict[str, Any]:
     """Writes the checkpoint, runs V8 on it, and says what it took."""
     from bestiary.bridges import get_bridge
     from bestiary.models import GptOss, Qwen3MoE
@@ -63,6 +66,8 @@ def measure(model: str, length: int) -> dict[str, Any]:
 
     full = {"gpt_oss": GptOss.sizes["120b"], "qwen3_moe": Qwen3MoE.sizes["235b-a22b"]}[model]
     config = full.with_(num_hidden_layers=1, layer_types=full.layer_types[:1], vocab_size=VOCABULARY)
+    assert config.moe is not None
+    config = config.with_(moe=replace(config.moe, num_experts=experts))
     bridge = get_bridge(model)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="verify-large-") as scratch:
@@ -78,6 +83,7 @@ def measure(model: str, length: int) -> dict[str, Any]:
     return {
         "schema": "bestiary.verify_large/1",
         "model": model,
+        "experts": experts,
         "exit_code": int(verdict.exit_code),
         "verdict": verdict.verdict,
         "findings": [f"{finding.check}: {finding.detail}" for finding in level.findings],

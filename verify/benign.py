@@ -23,7 +23,7 @@ from bestiary.verify.planted.patching import adapted, built, override, patch, to
 
 _ATTENTION = "bestiary.models.layers.attention"
 _NORM = "bestiary.models.layers.norm:rms_norm"
-_LEVELS, _WITH_INPUTS = "V2,V4,V6", "V2,V4,V5,V6"
+_LEVELS, _WITH_INPUTS = "V2,V4,V6,V7", "V2,V4..V7"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +134,9 @@ def _einsum_attention(_attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def attention(
         q: Tensor, k: Tensor, v: Tensor, mask: Any, *, scale: float, sinks: Any = None, softcap: float | None = None
     ) -> Tensor:
-        scores = _scores(q, k, mask, scale, softcap)
+        scores = _scores(q, k, mask, scale, softcap).to(torch.promote_types(q.dtype, torch.float32))
         total = torch.logaddexp(scores.logsumexp(-1, keepdim=True), _sink_column(sinks, scores))
-        return torch.einsum("bkgts,bksd->bkgtd", (scores - total).exp(), v).flatten(1, 2)
+        return torch.einsum("bkgts,bksd->bkgtd", (scores - total).exp().to(v.dtype), v).flatten(1, 2)
 
     return attention
 
@@ -183,14 +183,14 @@ def _sink_as_key(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _complex_rope(_rope: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Pairs as complex numbers, turned by one multiplication."""
+    """Pairs as complex numbers, turned by one multiplication, in at least fp32: there are no narrow complex numbers."""
 
     def apply(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
         assert not interleaved
-        half = cos.shape[-1]
-        pairs = torch.complex(x[..., :half].contiguous(), x[..., half : 2 * half].contiguous())
-        turned = pairs * torch.complex(cos, sin).unsqueeze(1)
-        return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), dim=-1)
+        half, wide = cos.shape[-1], torch.promote_types(x.dtype, torch.float32)
+        pairs = torch.complex(x[..., :half].to(wide).contiguous(), x[..., half : 2 * half].to(wide).contiguous())
+        turned = pairs * torch.complex(cos.to(wide), sin.to(wide)).unsqueeze(1)
+        return torch.cat((turned.real.to(x.dtype), turned.imag.to(x.dtype), x[..., 2 * half :]), dim=-1)
 
     return apply
 
@@ -237,7 +237,7 @@ def _divided_norm(_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, scale_then_cast: bool = False) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = 1.0 + weight if plus_one else weight
+        scale = 1.0 + weight.to(wide.dtype) if plus_one else weight
         squares = torch.einsum("...d,...d->...", wide, wide)[..., None]
         return (wide * scale / torch.sqrt(squares / x.shape[-1] + eps)).to(x.dtype)
 
@@ -475,7 +475,7 @@ REWRITES: tuple[Benign, ...] = (
     Benign(
         id="one_hot_embedding",
         what="the embedding as a product with one-hot rows",
-        ours=patch("bestiary.models.layers.embedding:F.embedding", _one_hot),
+        ours=patch("bestiary.models.layers.embedding:lookup", _one_hot),
     ),
     Benign(
         id="sliced_head",

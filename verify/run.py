@@ -34,7 +34,7 @@ from bestiary.verify.verdict import (
     first_present,
 )
 
-AUDITED = frozenset({"V2", "V3", "V4", "V5", "V6"})
+AUDITED = frozenset({"V2", "V3", "V4", "V5", "V6", "V7"})
 """Levels whose meaning depends on active configs."""
 
 Explain = Callable[["Evidence"], list[Hypothesis]]

@@ -45,5 +45,6 @@ REGISTRY: tuple[LevelSpec, ...] = (
     LevelSpec("V4", "gradients", "v4_gradients"),
     LevelSpec("V5", "inputs", "v5_inputs"),
     LevelSpec("V6", "fp32", "v6_fp32"),
+    LevelSpec("V7", "bf16", "v7_bf16"),
     LevelSpec("K", "kernels", "k_kernels"),
 )

@@ -16,6 +16,7 @@ from bestiary.verify.planted import (
     keys,
     losses,
     masks,
+    narrow,
     norms,
     precision,
     rope,
@@ -26,7 +27,21 @@ __all__ = ["CATALOGUE", "BadCatalogue", "Plant", "PlantedBug", "ReferencePlant",
 
 CATALOGUE: tuple[PlantedBug, ...] = tuple(
     bug
-    for module in (attention, rope, masks, norms, dense, experts, keys, configs, losses, precision, kernels, cheats)
+    for module in (
+        attention,
+        rope,
+        masks,
+        norms,
+        dense,
+        experts,
+        keys,
+        configs,
+        losses,
+        precision,
+        narrow,
+        kernels,
+        cheats,
+    )
     for bug in module.BUGS
 )
 
