@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from bestiary.verify import gates
 from bestiary.verify.inputs import Inputs
@@ -276,6 +277,10 @@ def train_output(reference: Reference, inputs: Inputs) -> dict[str, Any]:
         reference.model.eval()
 
 
+_REJECTIONS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, IndexError, AssertionError)
+"""What configs and models of transformers raise at values they cannot take, beside their validators' own error."""
+
+
 def classify(built: Callable[[Raw], Reference], variant: Variant, inputs: Inputs) -> tuple[Kind, str]:
     """The kind of a variant's field and a remark, by running Hugging Face on both configs with the same weights.
 
@@ -286,7 +291,7 @@ def classify(built: Callable[[Raw], Reference], variant: Variant, inputs: Inputs
     try:
         model = built(variant.raw)
         output = model.output(inputs)
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, IndexError, AssertionError) as error:
+    except (*_REJECTIONS, StrictDataclassError) as error:
         return Kind.REJECTED, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     shapes = {name: tensor.shape for name, tensor in model.state().items()}
     if shapes != {name: tensor.shape for name, tensor in base.state().items()}:

@@ -132,6 +132,7 @@ BUGS = (
         cause="attention_bias is ignored",
         level="V3",
         applies=lambda config: not config.attention.qkv_bias,
+        serves=_declares("attention_bias"),
         ours=adapted(lambda config: config.with_(attention=replace(config.attention, qkv_bias=False, out_bias=False))),
         config_fields=("attention_bias",),
         checks=("attention_bias",),
