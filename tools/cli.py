@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from bestiary.tools.arguments import USAGE_ERROR, write_json
+from bestiary.tools.port.commands import add_port
 
 DESCRIPTION = """\
-A model zoo for LLM post-training: list its families, export checkpoints.
+A model zoo for LLM post-training: list its families, export checkpoints, port new architectures.
 The verifier has a command of its own: verify-bridge --help"""
 
 EXAMPLES = """\
@@ -19,8 +21,9 @@ examples:
   bestiary models --json -                           the same for a program
   bestiary export ./checkpoint ./exported            read a checkpoint, write Hugging Face safetensors
   bestiary export ./checkpoint ./exported --dtype bfloat16 --overwrite
+  bestiary port new llama --plugin ./bestiary-llama  a new architecture; then port check, port status
 
-exit codes: 0 done, 2 keys or shapes, 4 refused as unsupported, 7 usage or environment"""
+exit codes: 0 done, 2 keys or shapes, 4 refused as unsupported, 6 a port breaks its rules, 7 usage or environment"""
 
 MODELS_EXAMPLES = """\
 example:
@@ -65,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="default: 5GB")
     export.add_argument("--into", metavar="ORIGINAL", help="splice the text weights into a copy of this checkpoint")
     export.set_defaults(run=_run_export)
+    add_port(commands, _add_command)
     return parser
 
 
@@ -74,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from bestiary.kernels.errors import BestiaryError
 
     try:
-        payload = args.run(args)
+        payload = args.run(args, partial(_say, args)) if args.command == "port" else args.run(args)
     except BestiaryError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         told = {name: getattr(error, name) for name in ("what", "read_from", "remedy")}
@@ -84,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return USAGE_ERROR
     _write(args, {"exit_code": 0, **payload})
-    return 0
+    return int(payload.get("exit_code", 0))
 
 
 def _add_command(commands: Any, name: str, what: str, examples: str) -> argparse.ArgumentParser:
@@ -100,7 +104,8 @@ def _add_command(commands: Any, name: str, what: str, examples: str) -> argparse
 
 
 def _write(args: argparse.Namespace, payload: dict[str, Any]) -> None:
-    write_json(args.json, {"schema": f"bestiary.{args.command}/1", **payload})
+    command = f"port_{args.action}" if args.command == "port" else args.command
+    write_json(args.json, {"schema": f"bestiary.{command}/1", **payload})
 
 
 def _say(args: argparse.Namespace, line: str) -> None:

@@ -33,6 +33,7 @@ examples:
   verify-bridge qwen3 --report out.html --card out.md   the verdict for people
   verify-bridge diff before.json after.json             progress between two verdicts
   verify-bridge ./checkpoint --text README.md           a checkpoint, on a text of yours
+  verify-bridge new llama                               what a port of a new architecture starts from
   verify-bridge self-test                               plant bugs and see that each is found
   verify-bridge self-test gpt_oss --catalogue my_bugs   with bugs of a module of yours
 
@@ -54,7 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="verify-bridge",
         usage="verify-bridge [options] TARGET [TARGET …]\n       verify-bridge self-test [options] [FAMILY …]\n"
-        "       verify-bridge diff BEFORE.json AFTER.json",
+        "       verify-bridge diff BEFORE.json AFTER.json\n"
+        "       verify-bridge new MODEL_TYPE",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -109,6 +111,22 @@ def build_diff_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def build_new_parser() -> argparse.ArgumentParser:
+    """The parser of `verify-bridge new`."""
+    parser = _Parser(
+        prog="verify-bridge new",
+        description="What a port starts from: config fields and what each does, keys, nearest family, skeleton.",
+        epilog="example:\n  verify-bridge new llama --json llama.json\n\n"
+        "`bestiary port new llama` writes the same as files, with the task and the first verdict",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model_type", metavar="MODEL_TYPE", help="Hugging Face's model_type")
+    parser.add_argument("--config", metavar="FILE", help="a small config.json, where the class cannot be built tiny")
+    parser.add_argument("--no-sweep", action="store_true", help="do not run the reference to classify config fields")
+    outputs.add_options(parser, "json")
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -116,6 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _guarded(_self_test, build_self_test_parser().parse_args(arguments[1:]))
     if arguments[:1] == ["diff"]:
         return _guarded(_diff, build_diff_parser().parse_args(arguments[1:]))
+    if arguments[:1] == ["new"]:
+        return _guarded(_new, build_new_parser().parse_args(arguments[1:]))
     parser = build_parser()
     args = parser.parse_args(arguments)
     if not args.targets and not args.all:
@@ -193,6 +213,25 @@ def _diff(args: argparse.Namespace) -> int:
     if not outputs.write_diff(args, result):
         say(result.text())
     return int(result.exit_code)
+
+
+def _new(args: argparse.Namespace) -> int:
+    outputs.check(args)
+    import json
+    from pathlib import Path
+
+    from bestiary.bridges.storage import read_json
+    from bestiary.verify import destination
+    from bestiary.verify.skeleton import analyse
+    from bestiary.verify.skeleton_text import bridge_source, text
+
+    raw = read_json(Path(args.config)) if args.config else None
+    analysis = analyse(args.model_type, raw=raw, sweep=not args.no_sweep)
+    if args.json is not None:
+        destination.write_text(args.json, json.dumps(analysis.as_json(), indent=1, ensure_ascii=False) + "\n")
+    if args.json != destination.STDOUT:
+        say(text(analysis) + "\n" + bridge_source(analysis, f"bestiary.models.{args.model_type}"))
+    return 0
 
 
 def _progress(line: str) -> None:
