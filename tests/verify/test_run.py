@@ -46,7 +46,8 @@ def test_the_config_sweep_passes_and_lists_what_is_refused():
     refused = {
         item.field for item in verdict.config if item.ours == "refused" and item.kind in ("live", "shape", "train")
     }
-    assert level.refused == sum(item.status == "refused" for item in level.findings) >= len(refused) > 0
+    assert level.refused == sum(item.status == "refused" for item in level.findings) >= len(refused)
+    assert any(item.ours == "refused" for item in verdict.config)  # values that no run of transformers feels
     assert all(item.ours in ("equal", "refused") for item in verdict.config)
     assert sum(item.kind == "live" for item in verdict.config) > 30
 
