@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bestiary.kernels.precision import at_least_fp32
+from bestiary.kernels.products import put_product
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class ExpertLinear:
     def one_into(self, x: Tensor, expert: int, out: Tensor) -> None:
         """`one` without a graph, written to `out` (n, out)."""
         if self.bias is None:
-            torch.mm(x, self.weight[expert].t(), out=out)
+            put_product(out, x, self.weight[expert].t())
         else:
             torch.addmm(self.bias[expert], x, self.weight[expert].t(), out=out)
         if self.lora_A is not None and self.lora_B is not None:
@@ -50,7 +51,7 @@ class ExpertLinear:
 
     def one_back(self, upstream: Tensor, expert: int, out: Tensor) -> None:
         """Gradient of x from `upstream` (n, out), written to `out` (n, in)."""
-        torch.mm(upstream, self.weight[expert], out=out)
+        put_product(out, upstream, self.weight[expert])
         if self.lora_A is not None and self.lora_B is not None:
             low = upstream.to(self.lora_B.dtype) @ self.lora_B[expert]
             _add_product(out, low, self.lora_A[expert], self.scaling)
@@ -119,7 +120,7 @@ class ExpertGradients:
         """
         beta = 0 if first else 1
         if self.weight is not None:
-            self.weight[expert].addmm_(upstream.t(), x, beta=beta)
+            put_product(self.weight[expert], upstream.t(), x, add=not first)
         if self.bias is not None:
             wide = upstream.to(self.bias.dtype)
             total = (wide if weights is None else wide * weights).sum(0)

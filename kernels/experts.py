@@ -93,7 +93,8 @@ def _aligned(tensor: Tensor) -> bool:
     """Whether grouped matmul takes a (E, out, in) weight as it lies: rows or columns of adjacent numbers, 16 bytes
     apart."""
     near, far = sorted(tensor.stride()[1:])
-    steps = (tensor.stride(0), far, tensor.storage_offset())
+    # A compiler traces strides and not places; there weights are parameters, which begin where torch allocates.
+    steps = (tensor.stride(0), far, 0 if torch.compiler.is_compiling() else tensor.storage_offset())
     return near == 1 and all(step * tensor.element_size() % 16 == 0 for step in steps)
 
 

@@ -1,11 +1,11 @@
-"""A linear layer; few rows without gradients, as in cached decoding, run in oneDNN.
+"""A linear layer, in oneDNN where that is the faster of torch's two libraries for fp32 products on CPUs.
 
-torch gives fp32 products on a CPU to its BLAS, which packs the whole weight again at every call: for 16 rows that costs
-two to three times reading it. oneDNN's inner product reads the weight where it lies, in the widest instructions of the
-processor whoever made it. Times of 16 rows of 640 through a (262144, 640) weight on two cores, against 14 ms for
-reading it at full speed:
+Few rows without gradients, as in cached decoding: the BLAS packs the whole weight again at every call, which for 16
+rows costs two to three times reading it; oneDNN's inner product reads the weight where it lies. Times of 16 rows of 640
+through a (262144, 640) weight on two cores, against 14 ms for reading it at full speed:
     AVX-512 (Zen 5)    BLAS 92 ms, transposed 68 ms, oneDNN 31 ms
     the same, AVX2     BLAS 88 ms, transposed 66 ms, oneDNN 50 ms
+Many rows, with gradients or without: `products` says where.
 """
 
 from typing import Any
@@ -15,12 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bestiary.kernels.dispatch import choose
+from bestiary.kernels.products import in_onednn, inner_product, mm
 
-# Many rows hide the packing. Training and prefill stay with the BLAS, so that a forward pass has the same bits with and
-# without gradients.
-ROWS = 64
+ROWS = 64  # more of them hide the packing
 
-_inner_product: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _CAPABLE = torch.backends.cpu.get_cpu_capability() in {"AVX2", "AVX512"}
 
 
@@ -34,17 +32,47 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if choose("linear", {"onednn": _obstacle(x, weight, bias), "torch": None}) == "torch":
         return F.linear(x, weight, bias)
-    product: Tensor = _inner_product(x, weight, bias, "none", [], "")
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        y: Tensor = _Linear.apply(x, weight, bias)
+        return y
+    product: Tensor = inner_product(x, weight, bias, "none", [], "")
     return product
 
 
+class _Linear(torch.autograd.Function):
+    """Products of oneDNN, forward and backward; second-order gradients by torch."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y: Tensor = inner_product(x, weight, bias, "none", [], "")
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+        x, weight, _ = inputs
+        for_x, for_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
+        ctx.shape = x.shape
+
+    @staticmethod
+    def backward(ctx: Any, *upstreams: Tensor) -> tuple[Tensor | None, ...]:
+        (upstream,) = upstreams
+        x, weight = ctx.saved_tensors
+        times = torch.mm if torch.is_grad_enabled() else mm
+        rows = upstream.reshape(-1, upstream.shape[-1])
+        for_x, for_weight, for_bias = ctx.needs_input_grad
+        return (
+            times(rows, weight).view(ctx.shape) if for_x else None,
+            times(rows.t(), x.reshape(-1, x.shape[-1])) if for_weight else None,
+            rows.sum(0) if for_bias else None,
+        )
+
+
 def _obstacle(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return "it has no gradients, and a compiler makes its own choice"
-    if x.device.type != "cpu" or not _CAPABLE or _inner_product is None or not torch._C._get_mkldnn_enabled():
+    if torch.compiler.is_compiling():
+        return "a compiler makes its own choice"
+    if x.device.type != "cpu" or not _CAPABLE or inner_product is None or not torch._C._get_mkldnn_enabled():
         return "oneDNN is for x86 with AVX2, switched on in torch.backends.mkldnn"
-    if not 0 < x.numel() <= ROWS * x.shape[-1]:
-        return f"only up to {ROWS} rows is packing the weight what costs"
     for tensor in (x, weight) if bias is None else (x, weight, bias):
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
             return "products of other dtypes have their own ways"
@@ -52,4 +80,13 @@ def _obstacle(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
             return f"oneDNN takes plain tensors, not {type(tensor).__name__}"
     if torch.is_autocast_enabled("cpu"):
         return "autocast narrows products"
-    return None if weight.is_contiguous() else "it would copy a weight that is not contiguous"
+    if torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0:
+        return "it has no derivatives forward, and no batches of torch.func"
+    if not weight.is_contiguous():
+        return "it would copy a weight that is not contiguous"
+    rows = x.numel() // max(x.shape[-1], 1)
+    if in_onednn(rows, weight):
+        return None
+    if torch.is_grad_enabled() or not 0 < rows <= ROWS:
+        return f"only up to {ROWS} rows without gradients is packing the weight what costs"
+    return None

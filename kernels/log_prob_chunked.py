@@ -75,7 +75,7 @@ def _recomputed(problem: Problem, known: Known, upstream: Upstream, needs: Needs
         )
         for tile in vocabulary:
             weight = vocabulary.weight(tile)
-            logits = vocabulary.logits(x, weight, tile, blocks.block(tile, len(x)))
+            logits = vocabulary.logits(x, weight, tile, blocks.block(tile, len(x)), stay=False)
             slope.from_logits(logits, tile)
             gradients.add(logits, tile, weight, x, rows)
     gradients.finish()

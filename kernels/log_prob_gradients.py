@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bestiary.kernels.log_prob_statistics import NOTHING, place
 from bestiary.kernels.log_prob_terms import Setting
+from bestiary.kernels.products import put_product
 from bestiary.kernels.vocab_tiles import Blocks, Tile, Vocabulary
 
 Needs = tuple[bool, bool, bool]  # whether hidden, weight, bias need a gradient
@@ -55,11 +56,11 @@ class Gradients:
     def add(self, dz: Tensor, tile: Tile, weight: Tensor, x: Tensor, rows: slice) -> None:
         """The share of one tile: dz (R, tile.width) before the constants, 0 in padded columns; x scaled."""
         if self.hidden is not None:
-            _accumulate(self.hidden[rows], dz, weight, first=tile.index == 0)
+            put_product(self.hidden[rows], dz, weight, add=tile.index > 0)
         if self.weight is not None:
             mine = self.weight[tile.columns]
             if tile.real == tile.width:
-                _accumulate(mine, dz.T, x, first=rows.start == 0)
+                put_product(mine, dz.T, x, add=rows.start > 0)
             else:
                 product = torch.mm(dz.T, x)[: tile.real]
                 mine.copy_(product) if rows.start == 0 else mine.add_(product)
@@ -70,13 +71,6 @@ class Gradients:
         """Applies the constant that the hidden states were multiplied with."""
         if self.hidden is not None and self._map.inner != 1.0:
             self.hidden.mul_(self._map.inner)
-
-
-def _accumulate(out: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    if first:
-        torch.mm(a, b, out=out)
-    else:
-        out.addmm_(a, b)
 
 
 class Shares(NamedTuple):

@@ -130,7 +130,8 @@ class Scan:
 
     def _tile(self, tile: Tile, x: Tensor, target: Tensor) -> Parts:
         vocabulary, wanted, rows, real = self._vocabulary, self._wanted, len(x), slice(tile.real)
-        logits = vocabulary.logits(x, vocabulary.weight(tile), tile, self._logits.block(tile, rows))[:, real]
+        block, weight = self._logits.block(tile, rows), vocabulary.weight(tile)
+        logits = vocabulary.logits(x, weight, tile, block, stay=self.keeps_logits)[:, real]
         mean = self._mean(logits, tile) if wanted.logit_mean else None
         at, here = place(tile, target)
         chosen = logits.gather(1, at)

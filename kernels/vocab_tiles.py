@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bestiary.kernels.head import TILE
 from bestiary.kernels.log_prob_terms import LogitMap
+from bestiary.kernels.products import in_onednn, mm, put_product
 
 COLUMNS = 2048  # of a vocabulary tile: (512, 2048) fp32 logits are 4 MiB and stay in the last cache
 ROWS = 512  # tokens of a chunk when only one tile of logits lives at a time
@@ -100,14 +101,17 @@ class Vocabulary:
         padded[tile.real :].zero_()
         return padded
 
-    def logits(self, x: Tensor, weight: Tensor, tile: Tile, out: Tensor) -> Tensor:
-        """Logits (R, tile.width) into `out`, 0 in the padded columns.
+    def logits(self, x: Tensor, weight: Tensor, tile: Tile, out: Tensor, *, stay: bool = True) -> Tensor:
+        """Logits (R, tile.width), 0 in the padded columns.
 
         Args:
             x: (R, H), hidden states times `map.inner`.   weight: `self.weight(tile)`.
+            out: memory for them.   stay: they must lie there; otherwise they may lie where the product puts them.
         """
-        if self._bias is None:
-            torch.mm(x, weight.T, out=out)
+        if self._bias is None and not stay and in_onednn(len(x), x, weight):
+            out = mm(x, weight.T)
+        elif self._bias is None:
+            put_product(out, x, weight.T)
         else:
             bias = self._bias[tile.columns].to(self.dtype) * self.map.bias_factor
             torch.addmm(F.pad(bias, (0, tile.width - tile.real)), x, weight.T, out=out)
