@@ -150,13 +150,12 @@ def _attend_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, grad = _rows_dense(q), _rows_dense(k), _rows_dense(v), _rows_dense(grad)
-    # Laid out as what they are gradients of: autograd would copy them otherwise.
-    dq = torch.empty_like(q)
+    dq = _empty_like_tokens_first(q)
     if not _covers(ranges, q):
         dq.zero_()
     # Several blocks add to one key: the sum is kept in at least fp32, whatever the dtype of k.
     wide = at_least_fp32(k.dtype)
-    dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    dk, dv = _empty_like_tokens_first(k, wide).zero_(), _empty_like_tokens_first(v, wide).zero_()
     mask = _BandMask(ranges, window, k.shape[2] - q.shape[2], q.dtype)
     for rows, queries, keys, visible in mask.blocks():
         block_dq, block_dk, block_dv = _fused_backward(
@@ -189,7 +188,7 @@ def _(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(_rows_dense(q)), torch.empty_like(_rows_dense(k)), torch.empty_like(_rows_dense(v))
+    return _empty_like_tokens_first(q), _empty_like_tokens_first(k), _empty_like_tokens_first(v)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -255,10 +254,10 @@ def _rows_dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _empty_like_tokens_first(x: Tensor) -> Tensor:
+def _empty_like_tokens_first(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """(B, heads, T, d) stored as (B, T, heads, d): the projections around attention then read it without a copy."""
     batch, heads, tokens, size = x.shape
-    return x.new_empty((batch, tokens, heads, size)).transpose(1, 2)
+    return x.new_empty((batch, tokens, heads, size), dtype=dtype).transpose(1, 2)
 
 
 def _empty_lse(q: Tensor) -> Tensor:

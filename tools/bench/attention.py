@@ -58,9 +58,14 @@ def work(job: Mapping[str, Any]) -> measure.Sample:
     lengths = torch.tensor(document_lengths(tokens, shape["documents"]))
     documents = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, n, tokens, dim, generator=generator).requires_grad_() for n in (heads, kv, kv))
-    direction = torch.randn(1, heads, tokens, dim, generator=generator)
-    warm = [torch.randn(1, n, 32, dim, generator=generator).requires_grad_() for n in (heads, kv, kv)]
+
+    def draw(count: int, length: int) -> Any:
+        """(1, heads, T, d), laid out as the projections of a model leave it."""
+        return torch.randn(1, length, count, dim, generator=generator).transpose(1, 2)
+
+    q, k, v = (draw(n, tokens).requires_grad_() for n in (heads, kv, kv))
+    direction = draw(heads, tokens)
+    warm = [draw(n, 32).requires_grad_() for n in (heads, kv, kv)]
     attend = {"ours": _ours, "transformers": _transformers}[job["way"]]
     attend(documents[:, :32], shape)(*warm).sum().backward()
     process.settle()
