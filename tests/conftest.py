@@ -9,7 +9,7 @@ from hypothesis import settings
 # A first call may load a library or compile: how long one example takes says nothing about the property.
 settings.register_profile("bestiary", deadline=None)
 settings.load_profile("bestiary")
-# Compiled code on disk is found again by the graph alone: it would outlive a change of what our operators promise of it.
+# Compiled code on disk is found by the graph alone: it would outlive a change of what our operators promise.
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
 
