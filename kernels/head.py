@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bestiary.kernels.linear import ROWS, linear
+from bestiary.kernels.products import put_product
 
 TILE = 64
 
@@ -47,7 +48,7 @@ class _TiledLinear(torch.autograd.Function):
             return torch.cat((linear(hidden, weight[:whole]), tile), dim=-1)
         logits = hidden.new_empty((*hidden.shape[:-1], weight.shape[0]))
         columns = logits.view(-1, weight.shape[0])[:, :whole]
-        torch.mm(hidden.reshape(-1, hidden.shape[-1]), weight[:whole].t(), out=columns)
+        put_product(columns, hidden.reshape(-1, hidden.shape[-1]), weight[:whole].t())
         logits[..., whole:] = tile
         return logits
 
