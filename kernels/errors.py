@@ -1,5 +1,9 @@
 """The one error shape of the project: what is wrong, where it was read, how to go on."""
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class BestiaryError(Exception):
     """An error a person can act on.
@@ -23,6 +27,16 @@ class BestiaryError(Exception):
         if remedy:
             lines.append(f"  remedy      {remedy}")
         super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by its content: subclasses take other arguments, and an error crosses processes whole or not at all."""
+        return _restored, (type(self), self.args, vars(self))
+
+
+def _restored(kind: type[BestiaryError], args: tuple[Any, ...], content: dict[str, Any]) -> BestiaryError:
+    error = kind.__new__(kind, *args)
+    vars(error).update(content)
+    return error
 
 
 class InvalidArgument(BestiaryError):

@@ -1,11 +1,17 @@
-"""`verify`: one target, one typed verdict. The command `verify-bridge` calls this function."""
+"""`verify`: one target, one typed verdict; `verify_several`: the same in several processes. `verify-bridge` calls them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib.metadata import entry_points
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from bestiary.bridges.storage import read_json
 from bestiary.verify.checkpoint import run_checkpoint
@@ -79,6 +85,39 @@ def verify(
         explain=explain,
         progress=progress,
     )
+
+
+def verify_several(
+    targets: Sequence[str],
+    *,
+    workers: int,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> list[Verdict]:
+    """`verify` of each target, in the order given.
+
+    Args:
+        workers: processes, each with its share of torch's threads; 1: this process, one after the other.
+        options: of `verify`, the same for every target.
+    Raises:
+        BadUsage: fewer than one process.   Those of `verify`.
+    """
+    if workers < 1:
+        raise BadUsage(f"--workers {workers}.", remedy="at least 1")
+    count = min(workers, len(targets))
+    if count <= 1:
+        return [verify(target, progress=progress, **options) for target in targets]
+    threads = max(1, torch.get_num_threads() // count)
+    with ProcessPoolExecutor(
+        count, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(threads,)
+    ) as pool:
+        futures = [pool.submit(partial(verify, target, **options)) for target in targets]
+        verdicts = []
+        for future in futures:
+            verdicts.append(future.result())
+            if progress is not None:
+                progress(f"{len(verdicts)}/{len(targets)} {verdicts[-1].family} {verdicts[-1].verdict}")
+    return verdicts
 
 
 def is_checkpoint(target: str) -> bool:

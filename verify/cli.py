@@ -77,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--work", metavar="DIR", help="checkpoint: where a killed run's state is; default: user cache")
     outputs.add_options(parser, "json", "report", "card", "junit")
     parser.add_argument("--kill-matrix", metavar="FILE", help="self-test JSON whose kill matrix page and card show")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes; default: one a core with --all, else 1")
     parser.add_argument("--quiet", action="store_true", help="no progress lines on stderr")
     return parser
 
@@ -161,29 +162,28 @@ def _guarded(command: Any, args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     outputs.check(args)
     from bestiary.bridges import registered_bridges
-    from bestiary.verify.api import verify
+    from bestiary.verify.api import verify_several
     from bestiary.verify.reading import read_self_test
     from bestiary.verify.report import text
+    from bestiary.verify.self_test import cores
     from bestiary.verify.verdict import report
 
     kills = read_self_test(args.kill_matrix) if args.kill_matrix else None
-    verdicts = [
-        verify(
-            target,
-            level=args.level,
-            only=args.only,
-            seed=args.seed,
-            keep_going=args.keep_going,
-            tighten=args.tighten,
-            config=args.config,
-            isolate=args.all or args.isolate,
-            text=args.text,
-            tokens=args.tokens,
-            work=args.work,
-            progress=None if args.quiet else _progress,
-        )
-        for target in (list(registered_bridges()) if args.all else args.targets)
-    ]
+    verdicts = verify_several(
+        list(registered_bridges()) if args.all else args.targets,
+        workers=(cores() if args.all else 1) if args.workers is None else args.workers,
+        level=args.level,
+        only=args.only,
+        seed=args.seed,
+        keep_going=args.keep_going,
+        tighten=args.tighten,
+        config=args.config,
+        isolate=args.all or args.isolate,
+        text=args.text,
+        tokens=args.tokens,
+        work=args.work,
+        progress=None if args.quiet else _progress,
+    )
     _progress("")
     result = report(verdicts)
     if not outputs.write_report(args, result, kills):

@@ -298,7 +298,7 @@ def judge(families: Sequence[FamilyResult], *, seed: int, seconds: float) -> Sel
     )
 
 
-def _cores() -> int:
+def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -326,7 +326,7 @@ def self_test(
     bugs = catalogue_with(catalogues)
     for family in families:
         get_bridge(family)
-    count = min(len(families), _cores()) if workers is None else workers
+    count = min(len(families), cores()) if workers is None else workers
     results: list[FamilyResult] = []
     if count <= 1:
         results = [examine(family, bugs, seed=seed, progress=progress) for family in families]

@@ -9,10 +9,12 @@ import pytest
 
 from bestiary.kernels.errors import BestiaryError
 from bestiary.verify import Exit, Verdict, verify
+from bestiary.verify.api import verify_several
 from bestiary.verify.cli import build_parser
 from bestiary.verify.outputs import HELP
+from bestiary.verify.run import BadUsage
 
-COMMAND_ONLY = {"help", "targets", "all", "quiet", "kill_matrix", *HELP}
+COMMAND_ONLY = {"help", "targets", "all", "quiet", "kill_matrix", "workers", *HELP}
 """Options of the command that say what is printed, or which targets are meant."""
 
 
@@ -55,3 +57,23 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error():
 
     with pytest.raises(AttributeError, match="frobnicate"):
         bestiary.verify.frobnicate  # noqa: B018
+
+
+def test_two_processes_give_the_verdicts_of_one_in_the_order_of_the_targets():
+    names = ["qwen3_moe", "qwen3", "gpt_oss"]
+    one, two = (verify_several(names, workers=count, level="V0,V6") for count in (1, 2))
+    assert [verdict.family for verdict in two] == names
+    for alone, beside in zip(one, two, strict=True):
+        assert [level.passed for level in alone.levels] == [level.passed for level in beside.levels]
+        assert alone.exit_code == beside.exit_code == Exit.PASS
+
+
+def test_no_process_at_all_is_wrong_usage():
+    with pytest.raises(BadUsage, match="--workers 0"):
+        verify_several(["qwen3"], workers=0)
+
+
+def test_an_error_of_another_process_arrives_as_it_was():
+    with pytest.raises(BestiaryError, match="no level or range") as found:
+        verify_several(["qwen3", "gpt_oss"], workers=2, level="V9")
+    assert "V0..V2" in found.value.remedy
