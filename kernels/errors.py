@@ -29,7 +29,7 @@ class BestiaryError(Exception):
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled by its content: subclasses take other arguments, and an error crosses processes whole or not at all."""
+        """Pickled by its content: subclasses are made from other arguments, and errors cross processes."""
         return _restored, (type(self), self.args, vars(self))
 
 

@@ -1,4 +1,4 @@
-"""`verify`: one target, one typed verdict; `verify_several`: the same in several processes. `verify-bridge` calls them."""
+"""`verify`: one target, one typed verdict; `verify_several`: the same in several processes. The command calls them."""
 
 from __future__ import annotations
 
