@@ -6,6 +6,7 @@ from bestiary.models.config import DecoderConfig, LoRAConfig
 from bestiary.models.decoder import Decoder
 from bestiary.models.gemma3 import Gemma3
 from bestiary.models.gpt_oss import GptOss
+from bestiary.models.llama import Llama
 from bestiary.models.output import DecoderOutput
 from bestiary.models.qwen3 import Qwen3
 from bestiary.models.qwen3_moe import Qwen3MoE
@@ -19,6 +20,7 @@ __all__ = [
     "DecoderOutput",
     "Gemma3",
     "GptOss",
+    "Llama",
     "LoRAConfig",
     "Qwen3",
     "Qwen3MoE",

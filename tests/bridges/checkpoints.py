@@ -70,7 +70,7 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The config of a published checkpoint, whatever the file is called."""
-    names = ("config.json", "config.extracted.json")
+    names = ("config.json", "config.extracted.json", "config.to_dict.json")
     content: dict[str, Any] = json.loads(next(folder / name for name in names if (folder / name).exists()).read_text())
     return content
 
