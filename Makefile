@@ -12,11 +12,12 @@ WHEEL := out/lint/installed
 OLDEST_TRITON := .venv-triton
 BROWSERS := chromium-headless-shell chromium chromium-browser google-chrome google-chrome-stable
 SELECT ?=
+WORKERS ?= auto
 COMMA := ,
 # Runs one installation step and prints its seconds, so that a target's own time can be read apart.
 timed = @echo "$(1)"; start=$$(date +%s); $(1) && echo "  took $$(( $$(date +%s) - start )) s"
 
-.PHONY: help venv demo test test-fast verify-all verify-large self-test browser verify-latest aot aot-oldest bench bench-full lint clean
+.PHONY: help venv demo test test-fast verify accept readme verify-all verify-large self-test browser verify-latest aot aot-oldest bench bench-full lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,11 +27,14 @@ venv: .venv/.stamp-dev ## .venv with everything that tests and benchmarks need
 demo: .venv/.stamp-demo ## the real Gemma 3 270M: verify the bridge, generate, export, reload in transformers
 	$(BIN)/python -m bestiary.tools.demo
 
-test: .venv/.stamp-dev ## the whole test suite (SELECT="-k word" narrows it)
-	$(BIN)/python -m pytest $(SELECT)
+test: .venv/.stamp-dev ## the whole test suite, one process a core (SELECT="-k word" narrows it, WORKERS=0: this process alone)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(SELECT)
 
 test-fast: .venv/.stamp-dev ## the tests not marked slow
-	$(BIN)/python -m pytest -m "not slow" $(SELECT)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(SELECT)
+
+verify: .venv/.stamp-dev ## families whose record in ports/ is missing or old at every level, the others through V0–V2
+	$(BIN)/python -m bestiary.tools.families verify
 
 verify-all: .venv/.stamp-dev ## every registered bridge through V0–V7 and K: out/verdict.json, out/verdict.html
 	@mkdir -p out
@@ -43,6 +47,13 @@ verify-large: .venv/.stamp-dev ## level V8 on one full-size layer of GPT-OSS 120
 self-test: .venv/.stamp-dev ## the verifier on planted bugs: all killed, no false alarm (out/self-test.html)
 	@mkdir -p out
 	$(BIN)/verify-bridge self-test --json out/self-test.json --report out/self-test.html
+
+accept: verify-all self-test ## records in ports/ and the README's table from a whole run
+	$(BIN)/python -m bestiary.tools.families accept out/verdict.json out/self-test.json
+	$(BIN)/python -m bestiary.tools.families readme
+
+readme: .venv/.stamp-dev ## the README's table of families from the records in ports/
+	$(BIN)/python -m bestiary.tools.families readme
 
 browser: ## a headless Chromium for the tests of the HTML report, from Debian's packages (as root), unless one is there
 	@for name in $(BROWSERS); do if command -v $$name; then exit 0; fi; done; \

@@ -153,9 +153,7 @@ class GenerationMixin:
         unseen = input_ids
         for _ in range(max_new_tokens):
             positions = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -unseen.shape[1] :]
-            output = model(
-                unseen, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
-            )
+            output = model(unseen, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1)
             logits = output["logits"][:, -1]
             logits = logits.to(at_least_fp32(logits.dtype))  # a cumulative sum in bf16 would not reach top_p
             chosen = torch.where(running, sampling.choose(logits, generator), pad)

@@ -11,6 +11,9 @@ settings.register_profile("bestiary", deadline=None)
 settings.load_profile("bestiary")
 # Compiled code on disk is found by the graph alone: it would outlive a change of what our operators promise.
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+# Beside other workers (`pytest -n`) each has its share of the cores; set before torch is imported, and inherited.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
 
 
 @pytest.fixture(scope="session")

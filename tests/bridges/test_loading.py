@@ -323,7 +323,9 @@ def test_a_subclass_gets_itself(saved: Callable[[str], Path]) -> None:
         {"device": "cuda:99"},
         {"lora": {"r": 2}},
     ],
-    ids=str,
+    ids=lambda options: next(
+        f"{name}={type(value).__name__}" if name == "mesh" else f"{name}={value}" for name, value in options.items()
+    ),
 )
 def test_options_that_nothing_can_be_built_from_are_refused(
     saved: Callable[[str], Path], options: dict[str, object]
