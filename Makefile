@@ -80,8 +80,9 @@ bench: .venv/.stamp-bench ## benchmarks against the peers, T = 1024 and the bloc
 bench-full: .venv/.stamp-bench ## the same and T = 2048
 	$(BIN)/python -m bestiary.tools.bench --full
 
-lint: .venv/.stamp-dev ## ruff, import-linter, and mypy on an installed wheel
+lint: .venv/.stamp-dev ## ruff (rules and format), import-linter, and mypy on an installed wheel
 	$(BIN)/ruff check --output-format concise .
+	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	rm -rf build $(WHEEL)
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-compile --target $(WHEEL) .

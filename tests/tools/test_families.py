@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bestiary.bridges import get_bridge, registered_bridges
+from bestiary.bridges import get_bridge
 from bestiary.tools import families
 from bestiary.tools.families import NotAccepted, accept, records, stale, with_table
 from bestiary.verify.hashes import digest
