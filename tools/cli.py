@@ -117,11 +117,15 @@ def _run_models(args: argparse.Namespace) -> dict[str, Any]:
     from bestiary.tools.catalogue import list_models
 
     rows = list_models(family=args.family)
-    layout = "{:<10} {:<12} {:<13} {:>15} {:>6} {:>6} {:>7}"
-    _say(args, layout.format("family", "model_type", "size", "parameters", "layers", "hidden", "vocab"))
+    table = [("family", "model_type", "size", "parameters", "layers", "hidden", "vocab")]
     for row in rows:
-        shape = (row.layers, row.hidden_size, row.vocab_size)
-        _say(args, layout.format(row.family, row.model_type, row.size, f"{row.parameters:,}", *shape))
+        shape = (str(row.layers), str(row.hidden_size), str(row.vocab_size))
+        table.append((row.family, row.model_type, row.size, f"{row.parameters:,}", *shape))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for cells in table:
+        words = (f"{cell:<{width}}" for cell, width in zip(cells[:3], widths[:3], strict=True))
+        numbers = (f"{cell:>{width}}" for cell, width in zip(cells[3:], widths[3:], strict=True))
+        _say(args, " ".join((*words, *numbers)))
     return {"models": [row.as_json() for row in rows]}
 
 
