@@ -146,6 +146,8 @@ def test_a_port_that_runs_code_at_start_up(port: Port) -> None:
         ("import importlib", False),
         ("def f():\n    import bestiary.verify", False),
         ("from bestiary import verify", False),
+        ("from bestiary.bridges.qwen3 import RULES", True),
+        ("from bestiary.bridges.hf_fallback import load_fallback", False),
         ("__import__('transformers')", False),
         ("import torch\ntorch.load('x')", False),
         ("import typing\ntyping.sys", False),

@@ -9,6 +9,7 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ _BRIDGES = ("bridge", "errors", "fields", "plan", "rope", "rules", "undecided")
 ALLOWED_IMPORTS = frozenset(
     {"bestiary.kernels", "bestiary.models", "einops", "torch", *_STANDARD, *(f"bestiary.bridges.{x}" for x in _BRIDGES)}
 )
-"""Roots of the modules that a port may import: nothing that reaches transformers, files, processes or the verifier."""
+"""Roots of the modules that a port may import, beside bestiary's own family bridges: nothing that reaches transformers,
+files, processes or the verifier."""
 
 # fmt: off
 FORBIDDEN_NAMES = frozenset({
@@ -159,6 +161,19 @@ def _plugin_findings(port: Port) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------ the port's code
 
 
+@cache
+def siblings() -> frozenset[str]:
+    """Modules of bestiary's own families, whose rules and readings a port may share.
+
+    What other distributions register does not count, nor an entry that names another module than its family's.
+    """
+    try:
+        points = distribution("bestiary").entry_points.select(group=GROUP)
+    except PackageNotFoundError:
+        return frozenset()
+    return frozenset(point.module for point in points if point.module == f"bestiary.bridges.{point.name}")
+
+
 def _imports(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
@@ -172,11 +187,12 @@ def source_findings(source: str, name: str, package: str) -> Iterator[str]:
     Args:
         source: Python text.   name: of the file, for the message.   package: the port's own, which it may import.
     """
+    allowed_here = ALLOWED_IMPORTS | siblings() | {package}
     for node in ast.walk(ast.parse(source)):
         for wanted in _imports(node):
             parts = wanted.split(".")
             roots = {".".join(parts[:count]) for count in (1, 2, 3)}
-            if not roots & (ALLOWED_IMPORTS | {package}) or FORBIDDEN_ATTRIBUTES & set(parts):
+            if not roots & allowed_here or FORBIDDEN_ATTRIBUTES & set(parts):
                 yield f"{name}:{node.lineno} imports {wanted}"  # type: ignore[attr-defined]
         if isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES:
             yield f"{name}:{node.lineno} uses {node.id}"
