@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bestiary.models.config import DecoderConfig, QKNorm, QKNormSpan
 from bestiary.verify.planted import replay
-from bestiary.verify.planted.bug import Plant, PlantedBug
+from bestiary.verify.planted.bug import Plant, PlantedBug, declares
 from bestiary.verify.planted.patching import adapted, built, exchange, override, patch
 
 _MODULE = "bestiary.models.layers.attention"
@@ -167,6 +167,7 @@ def _dropout(id: str, cause: str, ours: Plant) -> PlantedBug:
         id=id,
         cause=cause,
         level="V3",
+        serves=declares("attention_dropout"),
         ours=ours,
         config_fields=("attention_dropout",),
         checks=("attention_dropout",),

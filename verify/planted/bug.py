@@ -16,6 +16,7 @@ from torch import nn
 from bestiary.bridges import Bridge
 from bestiary.models.config import DecoderConfig
 from bestiary.verify.side import OurSide
+from bestiary.verify.tiny import config_defaults, tiny_configs
 
 Plant = Callable[[OurSide], None]
 """Registers the bug with the side that a run will build."""
@@ -32,6 +33,21 @@ def everywhere(config: DecoderConfig) -> bool:
 def anyone(bridge: Bridge) -> bool:
     """Applies to any bridge."""
     return True
+
+
+def declares(*names: str) -> Callable[[Bridge], bool]:
+    """Whether the reference's config class has one of the fields `names`."""
+    return lambda bridge: any(name in config_defaults(bridge.reference) for name in names)
+
+
+def writes(name: str) -> Callable[[Bridge], bool]:
+    """Whether the bridge writes the field `name` into a config.json."""
+
+    def serves(bridge: Bridge) -> bool:
+        raw = next(iter(tiny_configs(bridge.reference).values()))
+        return name in bridge.config_to_hf(bridge.parse(raw).decoder)
+
+    return serves
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,8 @@ from typing import Any
 from bestiary.bridges import Bridge, HFFields
 from bestiary.models.config import Activation, DecoderConfig, LayerType
 from bestiary.verify.planted import replay
-from bestiary.verify.planted.bug import Plant, PlantedBug
+from bestiary.verify.planted.bug import Plant, PlantedBug, declares, writes
 from bestiary.verify.planted.patching import adapted, bridged, patch, written
-from bestiary.verify.tiny import config_defaults
 
 
 def _reading(change: Callable[[HFFields], None], then: Callable[[DecoderConfig], DecoderConfig] | None = None) -> Plant:
@@ -36,11 +35,6 @@ def _hidden(*names: str) -> Plant:
             hf.json.pop(name, None)
 
     return _reading(hide)
-
-
-def _declares(*names: str) -> Callable[[Bridge], bool]:
-    """Whether the reference's config class has one of `names`."""
-    return lambda bridge: any(name in config_defaults(bridge.reference) for name in names)
 
 
 def _omitted(*names: str) -> Plant:
@@ -100,7 +94,7 @@ def _bidirectional(id: str, cause: str, ours: Plant) -> PlantedBug:
         id=id,
         cause=cause,
         level="V3",
-        serves=_declares("use_bidirectional_attention"),
+        serves=declares("use_bidirectional_attention"),
         ours=ours,
         config_fields=("use_bidirectional_attention", "sliding_window"),
         checks=("use_bidirectional_attention",),
@@ -132,7 +126,7 @@ BUGS = (
         cause="attention_bias is ignored",
         level="V3",
         applies=lambda config: not config.attention.qkv_bias,
-        serves=_declares("attention_bias"),
+        serves=declares("attention_bias"),
         ours=adapted(lambda config: config.with_(attention=replace(config.attention, qkv_bias=False, out_bias=False))),
         config_fields=("attention_bias",),
         checks=("attention_bias",),
@@ -178,7 +172,7 @@ BUGS = (
         id="G30a_score_soft_cap_applied",
         cause="attn_logit_softcapping is applied although the reference never does",
         level="V3",
-        serves=_declares("attn_logit_softcapping"),
+        serves=declares("attn_logit_softcapping"),
         ours=bridged(_score_cap),
         config_fields=("attn_logit_softcapping",),
         checks=("attn_logit_softcapping",),
@@ -221,6 +215,7 @@ BUGS = (
         id="B44a_attention_bias_written_wrong",
         cause="config.json is written with the opposite of attention_bias",
         level="V1",
+        serves=writes("attention_bias"),
         ours=_inverted("attention_bias"),
         config_fields=("attention_bias",),
         checks=("config.json", "transformers loads", "imported again"),
@@ -245,6 +240,7 @@ BUGS = (
         id="B44d_head_dim_not_written",
         cause="config.json is written without head_dim",
         level="V1",
+        serves=writes("head_dim"),
         ours=_omitted("head_dim"),
         config_fields=("head_dim",),
         checks=("config.json", "transformers loads", "q_proj"),
@@ -261,6 +257,7 @@ BUGS = (
         id="B44f_eps_not_written",
         cause="config.json is written without rms_norm_eps",
         level="V1",
+        serves=writes("rms_norm_eps"),
         ours=_omitted("rms_norm_eps"),
         config_fields=("rms_norm_eps",),
         checks=("config.json", "architecture"),
