@@ -278,11 +278,17 @@ class HFFields:
         return tuple(LayerType(name) for name in names)
 
     def rope(
-        self, *, theta: float, rotary_dim: int, max_positions: int, default: Mapping[str, Any] | None = None
+        self,
+        *,
+        theta: float,
+        rotary_dim: int,
+        max_positions: int,
+        default: Mapping[str, Any] | None = None,
+        alpha: bool = False,
     ) -> Rope:
         """One rotary embedding for all layers, from `rope_parameters`, or `rope_theta` with `rope_scaling`.
 
-        `theta` and `default` are the class's own, for files that state nothing.
+        `theta` and `default` are the class's own, for files that state nothing; `alpha`: see `rope_from_hf`.
         """
         scaling = self.take_optional("rope_scaling", dict) or None
         params = self.take_optional("rope_parameters", dict)
@@ -295,7 +301,9 @@ class HFFields:
             inner = content["rope_theta"]
             raise self.unsupported("rope_theta", f"contradicts {name}.rope_theta = {inner!r}.", remedy="keep one")
         self.inert("partial_rotary_factor", allowed=(1.0, None), why="the whole head turns in this family")
-        return rope_from_hf(self.nested(name, content), theta=top, rotary_dim=rotary_dim, max_positions=max_positions)
+        return rope_from_hf(
+            self.nested(name, content), theta=top, rotary_dim=rotary_dim, max_positions=max_positions, alpha=alpha
+        )
 
     def rope_by_layer_type(
         self, *, thetas: tuple[float, float], rotary_dim: int, max_positions: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from math import log, sqrt
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -33,7 +33,7 @@ _SCALINGS: Mapping[str, type[RopeScaling]] = {
 _CONTEXT = "original_max_position_embeddings"
 
 
-def rope_from_hf(params: HFFields, *, theta: float, rotary_dim: int, max_positions: int) -> Rope:
+def rope_from_hf(params: HFFields, *, theta: float, rotary_dim: int, max_positions: int, alpha: bool = False) -> Rope:
     """One rotary embedding from one dict of HF's.
 
     Args:
@@ -41,6 +41,7 @@ def rope_from_hf(params: HFFields, *, theta: float, rotary_dim: int, max_positio
         theta: base to use when the dict has none.
         rotary_dim: coordinates that turn.
         max_positions: the config's `max_position_embeddings`, the context where the dict names none.
+        alpha: whether the class reads the `alpha` of dynamic scaling.
     Raises:
         UnsupportedConfig: an unknown kind or key, or two names of the kind that disagree.
     """
@@ -52,6 +53,10 @@ def rope_from_hf(params: HFFields, *, theta: float, rotary_dim: int, max_positio
     if kind != "proportional":
         params.inert("partial_rotary_factor", allowed=(1.0, None), why="the whole head turns in this family")
     scaling = None if kind == "default" else _scaling(params, kind, max_positions)
+    if isinstance(scaling, DynamicScaling) and alpha:
+        scaling = replace(scaling, alpha=params.take_optional("alpha", float) or None)  # HF reads 0 as absent
+        for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            params.inert(name, why="of YaRN; these files carry it beside dynamic scaling")
     params.done()
     return Rope(theta=base, rotary_dim=rotary_dim, scaling=scaling)
 

@@ -1,4 +1,4 @@
-"""Gated activations of MLPs and experts."""
+"""Activations of MLPs and experts, gated and plain."""
 
 import torch
 from torch import Tensor
@@ -25,6 +25,11 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         result: Tensor = lean.LeanGated.apply(gate, up, activation)
         return result
     return lean.activate(gate, activation) * up
+
+
+def activated(x: Tensor, activation: str) -> Tensor:
+    """act(x), any shape; `activation` as in `gated`. Autograd keeps what the formula needs: there is no other form."""
+    return lean.activate(x, activation)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:

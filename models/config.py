@@ -96,10 +96,14 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicScaling:
-    """NTK-aware base that grows once the sequence is longer than `original_max_position_embeddings`."""
+    """NTK-aware base that grows once the sequence is longer than `original_max_position_embeddings`.
+
+    `alpha` stretches the base of shorter sequences: theta · alpha^(d / (d − 2)); of longer ones it does not count.
+    """
 
     factor: float
     original_max_position_embeddings: int
+    alpha: float | None = None  # HunYuan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,12 +316,15 @@ class DecoderConfig:
     nope_layers: tuple[int, ...] = ()
     activation: Activation = Activation.SILU
     mlp_bias: bool = False
+    mlp_gated: bool = True  # False: Arcee, down(act(up x))
     moe: MoE | None = None
     dense_layers: tuple[int, ...] = ()
     tie_word_embeddings: bool = False
     embedding_multiplier: float = 1.0
     embedding_multiplier_in_weight_dtype: bool = False  # Gemma rounds √H to the weight's dtype first
+    scales_inputs_embeds: bool = False  # Granite: the multiplier falls on embeddings that a caller gives, too
     residual_multiplier: float = 1.0  # Granite
+    residual_dropout: float = 0.0  # Seed-OSS: on what attention and the MLP add while training
     logits_divisor: float = 1.0  # Granite
     final_logit_softcap: float | None = None
     max_position_embeddings: int = 32768
@@ -351,6 +358,10 @@ class DecoderConfig:
                 f"router.top_k = {self.moe.router.top_k} of num_experts = {self.moe.num_experts}.",
                 remedy="choose between one and all experts for a token",
             )
+        if self.moe is not None and not self.mlp_gated:
+            raise InvalidConfig("mlp_gated = False with moe.", remedy="experts have a gate")
+        if not 0 <= self.residual_dropout < 1:
+            raise InvalidConfig(f"residual_dropout = {self.residual_dropout}.", remedy="a probability in [0, 1)")
         if self.attention.num_heads % self.attention.num_kv_heads:
             raise InvalidConfig(
                 f"num_heads = {self.attention.num_heads} is not a multiple of "

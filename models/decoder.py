@@ -10,6 +10,7 @@ from collections.abc import Container, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
 from torch.utils.checkpoint import checkpoint
@@ -43,7 +44,7 @@ class Block(nn.Module):
         super().__init__()
         name, placement = f"model.layers.{index}", config.norm.placement
         self.rope, self.layer_type = config.rope_of(index), config.layer_types[index]
-        self.residual_multiplier = config.residual_multiplier
+        self.residual_multiplier, self.residual_dropout = config.residual_multiplier, config.residual_dropout
         self.placement = placement
         self.self_attn = SelfAttention(config, index, f"{name}.self_attn")
         self.mlp: MLP | MoEBlock
@@ -84,8 +85,11 @@ class Block(nn.Module):
         norm = self.post_attention_layernorm if self.placement is NormPlacement.PRE else self.pre_feedforward_layernorm
         return cast(Tensor, norm(x))
 
-    def _scaled(self, branch: Tensor) -> Tensor:
-        return branch if self.residual_multiplier == 1.0 else branch * self.residual_multiplier
+    def _scaled(self, out: Tensor) -> Tensor:
+        """What a branch adds to the residual: dropped in part while training, then scaled."""
+        if self.residual_dropout and self.training:
+            out = F.dropout(out, self.residual_dropout)
+        return out if self.residual_multiplier == 1.0 else out * self.residual_multiplier
 
 
 class Backbone(nn.Module):
@@ -104,6 +108,8 @@ class Backbone(nn.Module):
     def forward(self, inputs: Inputs, cache: Cache | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Hidden states (B, T, H) after the final norm, and the router logits of the routed layers."""
         x = self.embed_tokens(inputs.input_ids) if inputs.embeds is None else inputs.embeds
+        if self.decoder_config.scales_inputs_embeds:
+            x = x * self.decoder_config.embedding_multiplier
         tables: RopeTables = {rope: table(inputs.position_ids, x.dtype) for rope, table in self._rotary.items()}
         masks = inputs.masks(self.decoder_config, cache)
         router_logits = []
@@ -189,7 +195,8 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         """Logits of a batch, or with labels its loss and log-probabilities.
 
         Args:
-            input_ids: (B, T) int64, or `inputs_embeds` (B, T, H), taken as they are (already scaled).
+            input_ids: (B, T) int64, or `inputs_embeds` (B, T, H), what the embedding module gives: scaled already, but
+                for families that scale what they are given (`scales_inputs_embeds`).
             attention_mask: (B, past + T), 1 for tokens and 0 for padding.
             position_ids: (B or 1, T) int64; None: counted from the cache's length on, padding included, as transformers
                 does. Without mask and cache, a document starts where they do not rise by one.

@@ -378,8 +378,8 @@ def _routed(config: DecoderConfig) -> bool:
     return config.moe is not None
 
 
-def _dense(config: DecoderConfig) -> bool:
-    return config.moe is None or bool(config.dense_layers)
+def _gated(config: DecoderConfig) -> bool:
+    return config.mlp_gated and (config.moe is None or bool(config.dense_layers))
 
 
 REWRITES: tuple[Benign, ...] = (
@@ -392,7 +392,7 @@ REWRITES: tuple[Benign, ...] = (
         id="fused_gate_up",
         what="gate and up from one product",
         ours=built("bestiary.models.layers.mlp:MLP", _fused("gate_proj", "up_proj")),
-        applies=_dense,
+        applies=_gated,
     ),
     Benign(
         id="transposed_products",
@@ -457,7 +457,7 @@ REWRITES: tuple[Benign, ...] = (
         id="activations_spelled_out",
         what="activations by their formulas, up first",
         ours=patch("bestiary.models.layers.mlp:gated", _spelled_out),
-        applies=_dense,
+        applies=_gated,
     ),
     Benign(id="expert_loop", what="experts one after the other", ours=_forced(experts="loop"), applies=_routed),
     Benign(

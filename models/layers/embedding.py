@@ -17,7 +17,7 @@ class Embedding(nn.Embedding):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.vocab_size, config.hidden_size)
         self.padding_idx = config.padding_idx  # not an argument of nn.Embedding, which would zero the row
-        self.multiplier = config.embedding_multiplier
+        self.multiplier = 1.0 if config.scales_inputs_embeds else config.embedding_multiplier
         self.multiplier_in_weight_dtype = config.embedding_multiplier_in_weight_dtype
 
     def forward(self, input: Tensor) -> Tensor:

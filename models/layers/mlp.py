@@ -1,15 +1,15 @@
-"""The dense gated MLP."""
+"""The dense MLP."""
 
 from torch import Tensor, nn
 
-from bestiary.kernels.activation import gated
+from bestiary.kernels.activation import activated, gated
 from bestiary.models.config import DecoderConfig
 from bestiary.models.layers.linear import Linear
 from bestiary.models.lora import adapter
 
 
 class MLP(nn.Module):
-    """down(act(gate(x)) · up(x)).
+    """down(act(gate(x)) · up(x)), without a gate down(act(up(x))).
 
     Args:
         name: module name in the decoder, which LoRA targets are matched against.
@@ -20,11 +20,14 @@ class MLP(nn.Module):
         super().__init__()
         hidden, bias = config.hidden_size, config.mlp_bias
         width = config.intermediate_size if intermediate_size is None else intermediate_size
-        self.activation = config.activation
-        self.gate_proj = Linear(hidden, width, bias, adapter(config, f"{name}.gate_proj"))
+        self.activation, self.gated = config.activation, config.mlp_gated
+        if config.mlp_gated:
+            self.gate_proj = Linear(hidden, width, bias, adapter(config, f"{name}.gate_proj"))
         self.up_proj = Linear(hidden, width, bias, adapter(config, f"{name}.up_proj"))
         self.down_proj = Linear(width, hidden, bias, adapter(config, f"{name}.down_proj"))
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, H) → (B, T, H)."""
-        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.activation))
+        up = self.up_proj(x)
+        inner = gated(self.gate_proj(x), up, self.activation) if self.gated else activated(up, self.activation)
+        return self.down_proj(inner)

@@ -75,10 +75,13 @@ def rope_frequencies(rope: Rope, dtype: torch.dtype = torch.float32, length: int
     return 1.0 / (factors * rope.theta**exponents), scaling.attention_factor
 
 
-def _dynamic_theta(rope: Rope, scaling: DynamicScaling, length: Tensor) -> Tensor:
-    original = scaling.original_max_position_embeddings
+def _dynamic_theta(rope: Rope, scaling: DynamicScaling, length: Tensor) -> Tensor | float:
+    original, power = scaling.original_max_position_embeddings, rope.rotary_dim / (rope.rotary_dim - 2)
+    if scaling.alpha is not None and length <= original:
+        stretched: float = rope.theta * scaling.alpha**power
+        return stretched
     stretch = scaling.factor * length.clamp(min=original) / original - (scaling.factor - 1)
-    return rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))
+    return rope.theta * stretch**power
 
 
 def _proportional(inv_freq: Tensor, rope: Rope, scaling: ProportionalScaling) -> Tensor:

@@ -344,9 +344,15 @@ CASES: dict[str, Case] = {
             attention=replace(NARROW, scale=0.4, qkv_bias=True, out_bias=True),
             rope=replace(ROPE, rotary_dim=20),
             embedding_multiplier=3.3,
+            scales_inputs_embeds=True,
             residual_multiplier=0.7,
             logits_divisor=1.9,
         ),
+    ),
+    "arcee, no gate, biases in the MLP": Case(
+        "ArceeForCausalLM",
+        hf(mlp_bias=True),
+        ours(mlp_bias=True, mlp_gated=False, activation=Activation.RELU2),
     ),
     "smollm3, layers without RoPE, windows on those": Case(
         "SmolLM3ForCausalLM",
@@ -439,6 +445,15 @@ CASES: dict[str, Case] = {
         "HunYuanDenseV1ForCausalLM",
         hf(attention_bias=True),
         ours(attention=replace(HEADS, qkv_bias=True, out_bias=True, qk_norm=QKNorm(after_rope=True))),
+        renamed(("query_layernorm", "q_norm"), ("key_layernorm", "k_norm")),
+    ),
+    "hunyuan, dynamic scaling with alpha inside the context": Case(
+        "HunYuanDenseV1ForCausalLM",
+        hf(max_position_embeddings=64, rope_parameters=rope_of("dynamic", factor=3.0, alpha=70.0)),
+        scaled(
+            DynamicScaling(factor=3.0, original_max_position_embeddings=64, alpha=70.0),
+            qk_norm=QKNorm(after_rope=True),
+        ),
         renamed(("query_layernorm", "q_norm"), ("key_layernorm", "k_norm")),
     ),
     "mixtral, renormalised softmax": Case(
@@ -575,6 +590,16 @@ def test_block_equals_the_hugging_face_block(name: str) -> None:
         assert max_over_std(model(INPUT_IDS).logits, expected) <= GATE
 
 
+@pytest.mark.parametrize("name", ["llama", "granite, four multipliers"])
+def test_embeddings_that_are_given_are_scaled_where_hugging_face_scales_them(name: str) -> None:
+    reference, model = pair(CASES[name])
+    embeds = torch.randn(2, TOKENS, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    with promoted(), torch.no_grad():
+        expected = reference(inputs_embeds=embeds, use_cache=False).logits
+    with torch.no_grad():
+        assert max_over_std(model(inputs_embeds=embeds).logits, expected) <= GATE
+
+
 # Another order of summation: the transposed products of GPT-OSS, the fused ones of Phi-3 and GLM-4. The softmax with
 # sinks is wider here (docs/decisions.md).
 OTHER_ROUNDING = {name for name in CASES if name.startswith(("glm4,", "phi3", "gpt_oss"))}
@@ -611,9 +636,11 @@ ROUNDING = {
 }
 # Fields that no single forward pass shows. test_surface holds the initial weights and the runtime switches, test_losses
 # the router loss, test_lora the adapters, test_generation the context, test_padding_row the pad token,
-# test_dropout what attention drops while training.
+# test_dropout what attention and whole branches drop while training; below stands what is done to given embeddings.
 ELSEWHERE = {
     "Attention.dropout",
+    "DecoderConfig.residual_dropout",
+    "DecoderConfig.scales_inputs_embeds",
     "DecoderConfig.initializer_range",
     "DecoderConfig.activation_checkpointing",
     "DecoderConfig.compile_blocks",

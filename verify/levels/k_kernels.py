@@ -67,9 +67,10 @@ def _because_of_a_score_cap(config: DecoderConfig) -> str | None:
     return "its fused kernel has no soft cap" if config.attention.logit_softcap is not None else None
 
 
-def _because_gates_clamp(config: DecoderConfig) -> str | None:
-    clamped = config.moe is not None and config.moe.clamp is not None
-    return "the clamped activation has no recomputing form" if clamped else None
+def _because_of_its_activation(config: DecoderConfig) -> str | None:
+    if config.moe is not None and config.moe.clamp is not None:
+        return "the clamped activation has no recomputing form"
+    return None if config.mlp_gated else "an activation without a gate has no recomputing form"
 
 
 def _because_dense(config: DecoderConfig) -> str | None:
@@ -127,7 +128,7 @@ PATHS: tuple[Path, ...] = (
     Path("attention", "sdpa", _ATTENDED, lacks=_because_of_sinks),
     Path("attention", "flex", _ATTENDED, trains=False, note=_FORWARD_ONLY),
     Path("norm", "lean", ("loss",)),
-    Path("activation", "lean", ("loss",), lacks=_because_gates_clamp),
+    Path("activation", "lean", ("loss",), lacks=_because_of_its_activation),
     Path("experts", "sorted", ("loss", "lora"), lacks=_because_dense),
     Path("experts", "grouped", ("loss", "lora"), precision=DTYPES[1:], lacks=_because_dense),
     Path("linear", "onednn", ("decode",), trains=False, precision=(torch.float32,), machine=_no_onednn),

@@ -18,7 +18,7 @@ _BACKBONE = "bestiary.models.decoder:Backbone"
 
 
 def _dense(config: DecoderConfig) -> bool:
-    return any(not config.is_moe_layer(index) for index in range(config.num_hidden_layers))
+    return config.mlp_gated and any(not config.is_moe_layer(index) for index in range(config.num_hidden_layers))
 
 
 def _activated(activation: Activation) -> Callable[[DecoderConfig], bool]:

@@ -28,7 +28,7 @@ def _routed(config: DecoderConfig) -> bool:
 
 
 def _dense(config: DecoderConfig) -> bool:
-    return config.moe is None or bool(config.dense_layers)
+    return config.mlp_gated and (config.moe is None or bool(config.dense_layers))
 
 
 def _uses(op: type[Expression]) -> Callable[[Bridge], bool]:
