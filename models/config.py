@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import inf
 from typing import Any
 
 import torch
@@ -237,7 +238,10 @@ class SharedExpert:
 
 @dataclass(frozen=True, kw_only=True)
 class MoE:
-    """Routed experts in place of the dense MLP."""
+    """Routed experts in place of the dense MLP.
+
+    While training, what router and experts read is multiplied by noise in [1 − input_jitter, 1 + input_jitter].
+    """
 
     num_experts: int
     intermediate_size: int
@@ -245,6 +249,11 @@ class MoE:
     bias: bool = False
     clamp: SwiGLUClamp | None = None
     shared: SharedExpert | None = None
+    input_jitter: float = 0.0  # Mixtral
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.input_jitter < inf:
+            raise InvalidConfig(f"moe.input_jitter = {self.input_jitter}.", remedy="a share of the input, 0 for none")
 
 
 @dataclass(frozen=True, kw_only=True)

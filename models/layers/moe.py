@@ -166,6 +166,7 @@ class MoEBlock(nn.Module):
 
     def __init__(self, config: DecoderConfig, moe: MoE, name: str) -> None:
         super().__init__()
+        self.jitter = moe.input_jitter
         self.gate = Router(config, moe, f"{name}.gate")
         self.experts = Experts(config, moe, f"{name}.experts")
         self.shared_expert: MLP | None = None
@@ -178,6 +179,8 @@ class MoEBlock(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T, H) → (B, T, H) and the router logits (B·T, E)."""
+        if self.training and self.jitter:
+            x = x * torch.empty_like(x).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
         tokens = x.flatten(0, 1)
         router_logits, weights, indices = self.gate(tokens)
         out = self.experts(tokens, indices, weights)

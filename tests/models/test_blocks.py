@@ -639,6 +639,7 @@ ROUNDING = {
 # test_dropout what attention and whole branches drop while training; below stands what is done to given embeddings.
 ELSEWHERE = {
     "Attention.dropout",
+    "MoE.input_jitter",
     "DecoderConfig.residual_dropout",
     "DecoderConfig.scales_inputs_embeds",
     "DecoderConfig.initializer_range",

@@ -1,4 +1,4 @@
-"""Attention dropout of the four families: in training the draws of transformers, otherwise nothing."""
+"""Attention dropout and the jitter of experts' inputs: in training the draws of transformers, otherwise nothing."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,13 +10,14 @@ from torch import Tensor
 from bestiary.bridges import get_bridge
 from bestiary.kernels.dispatch import force
 from bestiary.models import Decoder
-from bestiary.models.config import Attention
+from bestiary.models.config import Attention, MoE, Router, RouterKind
 from bestiary.models.errors import InvalidConfig
 from bestiary.verify.measure import max_over_std
 from bestiary.verify.reference import build, promoted
 from bestiary.verify.side import OurSide
 from bestiary.verify.tiny import tiny_config
 from bestiary.verify.weights import perturb
+from tests.models.test_blocks import CASES, pair
 from tests.models.tiny import FAMILIES, tiny, tokens
 
 MODEL_TYPES = ("qwen3", "gemma3_text", "qwen3_moe", "gpt_oss")
@@ -55,6 +56,31 @@ def test_a_training_step_equals_that_of_transformers(model_type: str) -> None:
     for name, expected in side.native(raw, theirs).items():
         if name in ours:
             assert max_over_std(ours[name], expected) <= 1e-9, name
+
+
+def test_jitter_draws_what_mixtral_draws() -> None:
+    """Loss and every gradient in float64, from one seed; nothing in eval mode."""
+    case = CASES["mixtral, renormalised softmax"]
+    assert case.ours.moe is not None
+    noisy = case.ours.with_(moe=replace(case.ours.moe, input_jitter=0.2))
+    reference, model = pair(replace(case, hf={**case.hf, "router_jitter_noise": 0.2}, ours=noisy))
+    still, ids = pair(case)[1], tokens(2, 20)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, still(ids).logits)
+    with promoted():
+        loss, theirs = gradients(reference, ids)
+    with force(attention="eager"):
+        mine, ours = gradients(model, ids)
+        assert gradients(still, ids)[0] != mine
+    assert mine == pytest.approx(loss, rel=GATE)
+    assert max(max_over_std(ours[name], expected) for name, expected in theirs.items()) <= 1e-9
+
+
+@pytest.mark.parametrize("jitter", [-0.1, float("nan")])
+def test_jitter_that_is_no_share_is_refused(jitter: float) -> None:
+    router = Router(kind=RouterKind.SOFTMAX_TOPK, top_k=1)
+    with pytest.raises(InvalidConfig, match=r"moe\.input_jitter"):
+        MoE(num_experts=2, intermediate_size=8, router=router, input_jitter=jitter)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

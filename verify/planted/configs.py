@@ -133,6 +133,18 @@ BUGS = (
         quick=("attention_bias=*",),
     ),
     PlantedBug(
+        id="E59_router_jitter_ignored",
+        cause="router_jitter_noise is accepted and ignored",
+        level="V3",
+        serves=_declares("router_jitter_noise"),
+        ours=adapted(
+            lambda config: config.with_(moe=None if config.moe is None else replace(config.moe, input_jitter=0.0))
+        ),
+        config_fields=("router_jitter_noise",),
+        checks=("router_jitter_noise",),
+        quick=("router_jitter_noise=*",),
+    ),
+    PlantedBug(
         id="C11c_activation_ignored",
         cause="the activation is the family's own whatever the config says",
         level="V3",
