@@ -29,6 +29,7 @@ _HF_NAMES = {
     "router.top_k": "num_experts_per_tok",
     "num_heads": "num_attention_heads",
     "attention.dropout": "attention_dropout",
+    "moe.input_jitter": "router_jitter_noise",
 }
 
 
