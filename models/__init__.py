@@ -7,6 +7,7 @@ from bestiary.models.decoder import Decoder
 from bestiary.models.gemma3 import Gemma3
 from bestiary.models.gpt_oss import GptOss
 from bestiary.models.llama import Llama
+from bestiary.models.mixtral import Mixtral
 from bestiary.models.output import DecoderOutput
 from bestiary.models.qwen3 import Qwen3
 from bestiary.models.qwen3_moe import Qwen3MoE
@@ -22,6 +23,7 @@ __all__ = [
     "GptOss",
     "Llama",
     "LoRAConfig",
+    "Mixtral",
     "Qwen3",
     "Qwen3MoE",
     "replace_modules",
