@@ -145,7 +145,7 @@ def test_patterns_that_cannot_be_meant(changes: dict[str, object], said: str, fo
 def test_experts_are_refused_by_name(folder: Callable[..., Path]) -> None:
     """Not left out in silence."""
     with pytest.raises(InvalidConfig, match=r"experts\.\w+, which is a parameter of experts"):
-        AutoDecoder.from_pretrained(folder("mixtral"), backend="hf", lora=LoRAConfig(r=2, alpha=2, targets=("*_proj",)))
+        AutoDecoder.from_pretrained(folder("dots1"), backend="hf", lora=LoRAConfig(r=2, alpha=2, targets=("*_proj",)))
 
 
 def test_a_folder_that_does_not_fit_changes_nothing(folder: Callable[..., Path], tmp_path: Path) -> None:
