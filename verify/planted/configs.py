@@ -136,7 +136,7 @@ BUGS = (
         id="E59_router_jitter_ignored",
         cause="router_jitter_noise is accepted and ignored",
         level="V3",
-        serves=_declares("router_jitter_noise"),
+        serves=declares("router_jitter_noise"),
         ours=adapted(
             lambda config: config.with_(moe=None if config.moe is None else replace(config.moe, input_jitter=0.0))
         ),
