@@ -1,4 +1,4 @@
-"""What can be wrong with data: each error says which sample, which field, and how to go on."""
+"""What can be wrong with data: each error says which file, row or field, and how to go on."""
 
 from bestiary.kernels.errors import BestiaryError
 
@@ -21,3 +21,27 @@ class MaskRefused(BestiaryError):
 
 class SampleRefused(BestiaryError):
     """A row that is not the record it should be; names source, row and field."""
+
+
+class InvalidPlan(BestiaryError):
+    """Settings of a data plan that contradict each other or the data."""
+
+
+class CorruptRow(BestiaryError):
+    """A row that cannot be read or encoded, or more of them than the plan tolerates."""
+
+
+class StorageFailed(BestiaryError):
+    """A file that could not be listed, opened or read, after every retry."""
+
+
+class OverflowRefused(BestiaryError):
+    """A document longer than a pack, under the policy that refuses those."""
+
+
+class StateMismatch(BestiaryError):
+    """A state that was taken under another plan, or that does not fit this loader; the message says what differs."""
+
+
+class WorkerFailed(BestiaryError):
+    """A producer process that died without an error of its own."""

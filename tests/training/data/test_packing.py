@@ -1,0 +1,120 @@
+"""Packs hold every document once, whole, and within its bounds."""
+
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bestiary.training.data.errors import InvalidPlan, OverflowRefused
+from bestiary.training.data.packing import Candidate, Overflow, Packer, assemble, fit
+from bestiary.training.data.source import Cursor
+from bestiary.training.data.tokens import IGNORED, Tokens
+
+LENGTH = 16
+
+
+def tokens(length: int, value: int = 1, prompt: int = 0) -> Tokens:
+    ids = np.full(length, value, np.int32)
+    labels = ids.copy()
+    labels[:prompt] = IGNORED
+    return Tokens(ids, labels)
+
+
+def packed(lengths: list[int], look_ahead: int, parts: int = 1) -> list[list[Candidate]]:
+    """Documents 1, 2, … of these lengths; with two parts, a pair of each half."""
+    candidates = [
+        Candidate(row, "a", row, Cursor(), 0, tuple(tokens(length, row + 1) for _ in range(parts)))
+        for row, length in enumerate(lengths)
+    ]
+    waiting = iter(candidates)
+    packer = Packer(LENGTH, look_ahead, lambda: next(([one] for one in waiting), None))
+    packs = []
+    while chosen := packer.next():
+        packs.append(chosen)
+        assert len(packer.buffer) <= look_ahead
+    return packs
+
+
+@given(lengths=st.lists(st.integers(1, LENGTH), max_size=40), look_ahead=st.integers(1, 8))
+def test_every_document_is_in_one_pack(lengths: list[int], look_ahead: int) -> None:
+    packs = packed(lengths, look_ahead)
+    assert sorted(one.draw for chosen in packs for one in chosen) == list(range(len(lengths)))
+    assert all(sum(map(len, chosen)) <= LENGTH for chosen in packs)
+
+
+@given(lengths=st.lists(st.integers(1, LENGTH), max_size=40), look_ahead=st.integers(1, 8))
+def test_the_oldest_document_opens_the_next_pack(lengths: list[int], look_ahead: int) -> None:
+    """So none waits forever, as under a rule that takes the largest that fits."""
+    gone: set[int] = set()
+    for chosen in packed(lengths, look_ahead):
+        assert chosen[0].draw == min(set(range(len(lengths))) - gone)
+        gone |= {one.draw for one in chosen}
+
+
+@given(lengths=st.lists(st.integers(1, LENGTH), min_size=1, max_size=40))
+def test_a_gap_is_left_only_where_nothing_in_sight_fits(lengths: list[int]) -> None:
+    packs = packed(lengths, look_ahead=5)
+    left = list(range(len(lengths)))
+    for chosen in packs:
+        for one in chosen:
+            left.remove(one.draw)
+        room = LENGTH - sum(map(len, chosen))
+        assert all(lengths[draw] > room for draw in left[:5])
+
+
+@given(lengths=st.lists(st.integers(1, LENGTH), max_size=8).filter(lambda found: sum(found) <= LENGTH))
+def test_a_pack_is_its_documents_and_padding(lengths: list[int]) -> None:
+    """Lengths of ids, labels and borders agree; no label at a border; the padding is one document without labels."""
+    chosen = [Candidate(i, "a", i, Cursor(), 0, (tokens(n, i + 1),)) for i, n in enumerate(lengths)]
+    pack = assemble(chosen, LENGTH, pad_id=7)
+    assert pack.input_ids.shape == pack.labels.shape == (LENGTH,)
+    assert np.diff(pack.borders).tolist() == lengths + [LENGTH - sum(lengths)] * (sum(lengths) < LENGTH)
+    assert pack.documents == len(lengths)
+    assert pack.useful_tokens == sum(lengths)
+    assert pack.loss_tokens == sum(lengths) - len(lengths)
+    assert (pack.labels[pack.borders[:-1]] == IGNORED).all()
+    assert (pack.labels[sum(lengths) :] == IGNORED).all()
+    assert (pack.input_ids[sum(lengths) :] == 7).all()
+
+
+@given(lengths=st.lists(st.integers(1, LENGTH // 2), max_size=20))
+def test_pairs_stay_together(lengths: list[int]) -> None:
+    for chosen in packed(lengths, look_ahead=4, parts=2):
+        pack = assemble(chosen, LENGTH, pad_id=0)
+        firsts = pack.input_ids[pack.borders[: pack.documents]]
+        assert (firsts[0::2] == firsts[1::2]).all()
+
+
+@given(length=st.integers(1, 80), overflow=st.sampled_from(get_args(Overflow)), prompt=st.integers(0, 80))
+def test_overflow_does_what_its_name_says(length: int, overflow: Overflow, prompt: int) -> None:
+    """No piece is too long or trains nothing; `split` loses untrained tokens only, the others what they say."""
+    whole = tokens(length, prompt=min(prompt, length))
+    if length > LENGTH and overflow == "error":
+        with pytest.raises(OverflowRefused, match=f"row 3: {length} tokens, a pack holds {LENGTH}"):
+            fit((whole,), LENGTH, overflow, "row 3")
+        return
+    pieces = [piece for (piece,) in fit((whole,), LENGTH, overflow, "row 3")]
+    assert all(len(piece) <= LENGTH for piece in pieces)
+    if length <= LENGTH:
+        assert pieces == [whole]
+        return
+    assert all((piece.labels[1:] != IGNORED).any() for piece in pieces)
+    if overflow == "drop":
+        assert pieces == []
+    elif overflow == "truncate":
+        assert [len(piece) for piece in pieces] == [LENGTH] * (prompt < LENGTH)
+    else:
+        # A last piece of a single token has nothing before it that could predict it.
+        trained = sum(int((piece.labels != IGNORED).sum()) for piece in pieces)
+        assert length - min(prompt, length) - trained <= (length % LENGTH == 1) + (prompt % LENGTH == LENGTH - 1)
+
+
+def test_a_truncated_pair_keeps_both_sides() -> None:
+    """The longer side is cut first; without a trained token left the pair is dropped."""
+    ((chosen, rejected),) = fit((tokens(20), tokens(5)), LENGTH, "truncate", "row 3")
+    assert (len(chosen), len(rejected)) == (11, 5)
+    assert fit((tokens(20, prompt=12), tokens(5)), LENGTH, "truncate", "row 3") == []
+    with pytest.raises(InvalidPlan, match="documents that belong together"):
+        fit((tokens(20), tokens(5)), LENGTH, "split", "row 3")

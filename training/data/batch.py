@@ -1,0 +1,57 @@
+"""From a pack to the arguments of a decoder's forward."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bestiary.training.data.packing import Pack
+from bestiary.training.data.tokens import IGNORED
+
+Batch = dict[str, Tensor | int]
+
+
+def batch(pack: Pack, *, shifted: bool = False) -> Batch:
+    """One packed row as `forward` takes it, ours and transformers' alike.
+
+    Args:
+        shifted: give `shift_labels`, the target at each position, in place of `labels`. With those alone gradients flow
+            through `log_probs` too, which preference losses need.
+
+    Returns:
+        input_ids, position_ids, labels (1, T) int64, with positions that start again at every document and at the
+        padding; cu_seq_lens_q and cu_seq_lens_k (documents + 1,) int32, max_length_q and max_length_k, all of them with
+        the padding as one document. No attention_mask: one would switch transformers' packed attention off.
+    """
+    lengths = np.diff(pack.borders)
+    positions = np.arange(len(pack.input_ids)) - np.repeat(pack.borders[:-1], lengths)
+    borders, longest = torch.from_numpy(pack.borders), int(lengths.max())
+    found: Batch = {
+        "input_ids": torch.from_numpy(pack.input_ids).long()[None],
+        "position_ids": torch.from_numpy(positions).long()[None],
+        "cu_seq_lens_q": borders,
+        "cu_seq_lens_k": borders,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+    labels = torch.from_numpy(pack.labels).long()[None]
+    if shifted:
+        # The first label of every document is ignored, so the shift carries no target over a border.
+        found["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    else:
+        found["labels"] = labels
+    return found
+
+
+def document_sums(log_probs: Tensor, pack: Pack) -> Tensor:
+    """Sums over each document of a pack, padding left out.
+
+    Args:
+        log_probs: (1, T), as `forward` gives them: 0 where ignored.
+
+    Returns:
+        (documents,); for preference pairs `.view(-1, 2)` is (pairs, chosen and rejected).
+    """
+    lengths = torch.from_numpy(np.diff(pack.borders)).long().to(log_probs.device)
+    document = torch.repeat_interleave(torch.arange(len(lengths), device=log_probs.device), lengths)
+    sums = torch.zeros(len(lengths), dtype=log_probs.dtype, device=log_probs.device)
+    return sums.index_add(0, document, log_probs[0])[: pack.documents]
