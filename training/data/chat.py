@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from bestiary.kernels.errors import BestiaryError
 from bestiary.training.data.errors import MaskRefused
+from bestiary.training.data.layout import Layout, Part, Range
 from bestiary.training.data.masks import TrainOn, trained_ranges
 from bestiary.training.data.messages import Message, Tool
 from bestiary.training.data.tokenizer import BaseHFModelTokenizer
 from bestiary.training.data.tokens import IGNORED, Tokens
-from bestiary.training.data.turns import Layout, Part, Range, lay_out
+from bestiary.training.data.turns import lay_out
 
 DEFAULT = TrainOn()
 

@@ -11,8 +11,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from bestiary.training.data.errors import MaskRefused
+from bestiary.training.data.layout import Layout, Range, Turn
 from bestiary.training.data.messages import Message
-from bestiary.training.data.turns import Layout, Range, Turn
 
 
 class TrainOn(BaseModel):

@@ -18,6 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from bestiary.training.data.errors import TemplateRefused
 from bestiary.training.data.messages import Message, Tool, ToolCall
+from bestiary.training.data.skeleton import Skeletons
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _MARK = "\U000f0000"
@@ -118,6 +119,7 @@ class ChatTemplate:
                     f"template argument {name} = {arguments.given()[name]!r} is never read by the chat template.",
                     remedy=f"remove {name}, or use a template that knows it",
                 )
+        self.skeletons = Skeletons()
         self._reasoning_field: str | None = None
         self._reasoning_field = next((name for name in REASONING_FIELDS if self._takes_reasoning(name)), None)
         self.facts = self._probe()

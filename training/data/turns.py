@@ -10,58 +10,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 from bestiary.training.data.errors import TemplateRefused
+from bestiary.training.data.layout import Layout, Part, Range, Turn
 from bestiary.training.data.messages import Message, Tool
+from bestiary.training.data.skeleton import form_of
 from bestiary.training.data.template import ChatTemplate, changed_texts
-
-Part = Literal["reasoning", "content", "tool_calls", "stop"]
-Range = tuple[int, int]
 
 _FIRST = 0xF0000  # of a plane for private use: 65 534 marks
 _CUT = "\U0010fffd"
 _MARKS = re.compile("[\U000f0000-\U000ffffd\U0010fffd]")
 _SHOWN = {"reasoning", "content", "call"}
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One message in the rendered text; ranges are [start, end) in characters.
-
-    Attributes:
-        message: its index.   role: its role.
-        start, end: header and all; turns lie side by side.
-        said: what the assistant generates, from the end of the generation prompt to the stop token; None for others.
-        parts: the kinds of text inside `said`; for other roles only "content".
-        stops: whether the token that ends the turn is one that ends generation, which is then trained.
-    """
-
-    message: int
-    role: str
-    start: int
-    end: int
-    said: Range | None
-    parts: dict[Part, Range] = field(default_factory=dict)
-    stops: bool = False
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A rendered conversation.
-
-    Attributes:
-        text: what is encoded.
-        turns: one a message, in order.
-        cuts: places where control tokens in people's texts are cut apart, so that they stay text.
-        added_stop: `text` ends with a stop token that the template leaves to the next message.
-    """
-
-    text: str
-    turns: tuple[Turn, ...]
-    cuts: tuple[int, ...]
-    added_stop: bool
 
 
 @dataclass
@@ -121,6 +82,10 @@ def lay_out(
             private-use characters or reasoning that the template cannot show.
     """
     plain = template.render(messages, tools)
+    form = None if tools else form_of(messages)
+    if form is not None and not (neutralise and _spells_control(template, messages)):
+        if known := template.skeletons.recognise(form, end_of_text, messages, plain):
+            return known
     if _MARKS.search(plain):
         raise TemplateRefused(
             f"the texts hold {_MARKS.search(plain)[0]!r}, a character of the planes for private use.",  # type: ignore[index]
@@ -139,7 +104,17 @@ def lay_out(
         )
     cuts = _locate(plain, marked, marks.pieces)
     _check_tools(plain, messages, tools, marks.pieces)
-    return _walk(template, messages, plain, marks.pieces, cuts, end_of_text)
+    layout = _walk(template, messages, plain, marks.pieces, cuts, end_of_text)
+    if form is not None and all(one.content == one.content.strip() for one in messages) and "user" in shown:
+        pieces = [((one.message, one.kind == "reasoning"), one.span) for one in marks.pieces if one.span]
+        if all(one.span is None or one.span[1] - one.span[0] == len(one.text) for one in marks.pieces):
+            template.skeletons.learn(form, end_of_text, layout, pieces)
+    return layout
+
+
+def _spells_control(template: ChatTemplate, messages: Sequence[Message]) -> bool:
+    search = template.control.search
+    return any(search(one.content) or (one.reasoning and search(one.reasoning)) for one in messages)
 
 
 def cut_places(
@@ -266,7 +241,7 @@ def _walk(
         at = end
     if turns and at < len(plain):
         last_turn = turns[-1]
-        turns[-1] = Turn(**{**last_turn.__dict__, "end": len(plain)})
+        turns[-1] = replace(last_turn, end=len(plain))
     return Layout(plain, tuple(turns), cuts, added)
 
 

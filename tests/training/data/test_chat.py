@@ -9,8 +9,10 @@ from bestiary.training.data.chat import Conversation, encode_chat, encode_chats,
 from bestiary.training.data.errors import MaskRefused, TemplateRefused
 from bestiary.training.data.masks import TrainOn
 from bestiary.training.data.messages import Message
+from bestiary.training.data.skeleton import Skeletons
 from bestiary.training.data.template import ChatTemplate, TemplateArguments
 from bestiary.training.data.tokens import IGNORED
+from bestiary.training.data.turns import lay_out
 
 FAMILIES = ("qwen3", "qwen3:nothink", "gemma3", "gptoss", "llama3.1", "smollm", "qwen3:qwen2_5", "llama3.1:llama3")
 STOP = {
@@ -323,3 +325,46 @@ def test_turns_lie_side_by_side_and_cover_the_text(tokenizer_of):
     assert edges[0] == 0
     assert edges[-1] == len(encoded.input_ids)
     assert all(turn.end == after for turn, after in zip(encoded.turns, edges[1:], strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gptoss", "gemma3", "smollm"])
+@settings(max_examples=30)
+@given(data=st.data())
+def test_a_recognised_form_gives_what_marks_give(tokenizer_of, family, data):
+    """Layouts are found by marks once and recognised afterwards; both ways say the same of any text."""
+    template = tokenizer_of(family).chat
+    words = [
+        "a",
+        " ",
+        "\n",
+        "<think>",
+        "</think>",
+        "<tool_response>",
+        "assistant",
+        template.facts.generation_prompt,
+        "Ω",
+    ]
+    text = st.lists(st.sampled_from(words), max_size=5).map("".join)
+    talk = [user(data.draw(text)), assistant(data.draw(text)), user(data.draw(text)), assistant(data.draw(text))]
+    template.skeletons = Skeletons()
+    by_marks = layout_or_refusal(template, talk)
+    template.skeletons = Skeletons()
+    lay_out(template, TALK)
+    lay_out(template, [*TALK[:3], assistant("")])
+    assert layout_or_refusal(template, talk) == by_marks
+
+
+def layout_or_refusal(template, talk):
+    try:
+        return lay_out(template, talk)
+    except TemplateRefused as error:
+        return str(error)
+
+
+def test_a_known_form_is_recognised(tokenizer_of, monkeypatch):
+    template = tokenizer_of("qwen3").chat
+    lay_out(template, TALK)
+    monkeypatch.setattr("bestiary.training.data.turns._Marks", None)  # whoever asks for marks fails
+    layout = lay_out(template, [user(" other\n"), assistant("Fine."), user("!"), assistant("Longer than before.")])
+    parts = [layout.text[a:b] for turn in layout.turns for a, b in (turn.parts["content"],)]
+    assert parts == ["other", "Fine.", "!", "Longer than before."]
