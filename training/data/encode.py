@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from bestiary.kernels.errors import BestiaryError
 from bestiary.training.data.chat import Conversation, EncodedChat, encode_chats, located
-from bestiary.training.data.errors import BestiaryError, SampleRefused, TokenizerRefused
+from bestiary.training.data.errors import SampleRefused, TokenizerRefused
 from bestiary.training.data.masks import TrainOn
 from bestiary.training.data.messages import Message
 from bestiary.training.data.rows import Shape, fields_of
