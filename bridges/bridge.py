@@ -130,11 +130,16 @@ class Bridge:
         *,
         quantization: str | None = None,
         read_from: str | None = None,
+        parameters: Mapping[str, Shape] | None = None,
     ) -> Plan:
-        """Which tensor of `hub` goes where; see `bestiary.bridges.plan.plan_import`."""
+        """Which tensor of `hub` goes where; see `bestiary.bridges.plan.plan_import`.
+
+        Args:
+            parameters: name and shape of each parameter, where the model is there already; None: those of `config`.
+        """
         return plan_import(
             self.rule_set,
-            self.parameters(config),
+            self.parameters(config) if parameters is None else parameters,
             hub,
             namings=self.namings,
             tied=config.tie_word_embeddings,

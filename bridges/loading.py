@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 32 * 2**20  # bytes of a tensor that one task handles; also the scratch of a cast or a dequantisation
 _READERS = 2
+_FEW = 2**22  # elements that are copied before threads have started
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -132,9 +133,13 @@ def fill_parameters(parameters: Mapping[str, Tensor], source: TensorSource, plan
     """
     tasks = sorted(_tasks(source, plan), key=lambda task: _position(source, task[0].hub, task[1]))
     written: Counter[str] = Counter()
-    with ThreadPoolExecutor(_READERS) as pool:
-        for counts in pool.map(lambda task: _copy(source, parameters, *task), tasks):
-            written.update(counts)
+    if sum(p.numel() for p in parameters.values()) <= _FEW:
+        for task in tasks:
+            written.update(_copy(source, parameters, *task))
+    else:
+        with ThreadPoolExecutor(_READERS) as pool:
+            for counts in pool.map(lambda task: _copy(source, parameters, *task), tasks):
+                written.update(counts)
     wrong = [name for name, p in parameters.items() if name not in plan.fresh and written[name] != p.numel()]
     if wrong:
         raise KeyMismatch(mismatched=wrong, read_from=source.name, remedy="correct the rule of these parameters")

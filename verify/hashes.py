@@ -12,7 +12,7 @@ import hashlib
 import sys
 import types
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import PackagePath, distribution
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,22 @@ SHARED = ("modeling_utils", "masking_utils", "modeling_rope_utils", "activations
 """Modules of transformers that every decoder's forward goes through."""
 
 
+def _sha256(path: Path) -> bytes:
+    """sha256 of a file, read again when the file has changed: a self-test asks for the same hundreds of files."""
+    state = path.stat()
+    return _contents(path, state.st_mtime_ns, state.st_size, state.st_ino)
+
+
+@lru_cache(maxsize=4096)
+def _contents(path: Path, *_state: int) -> bytes:
+    return hashlib.sha256(path.read_bytes()).digest()
+
+
 def digest(paths: Iterable[Path]) -> str:
     """sha256 over names and contents of `paths`, in sorted order."""
     total = hashlib.sha256()
     for path in sorted(paths):
-        total.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+        total.update(path.name.encode() + b"\0" + _sha256(path))
     return total.hexdigest()
 
 
@@ -65,11 +76,16 @@ def _recorded() -> dict[Path, str]:
     return found
 
 
+@cache
+def _resolved(file: str) -> Path:
+    return Path(file).resolve()
+
+
 def loaded_files() -> list[Path]:
     """Source files of the transformers modules that are imported now."""
     names = [name for name in sys.modules if name == PACKAGE or name.startswith(PACKAGE + ".")]
     files = {vars(sys.modules[name]).get("__file__") for name in names}
-    return sorted(Path(file).resolve() for file in files if isinstance(file, str) and file.endswith(".py"))
+    return sorted(_resolved(file) for file in files if isinstance(file, str) and file.endswith(".py"))
 
 
 def altered_files(recorded: dict[Path, str] | None = None) -> list[str]:
@@ -77,7 +93,7 @@ def altered_files(recorded: dict[Path, str] | None = None) -> list[str]:
     expected = _recorded() if recorded is None else recorded
     altered = []
     for path in loaded_files():
-        value = base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode()
+        value = base64.urlsafe_b64encode(_sha256(path)).rstrip(b"=").decode()
         if expected.get(path) != value:
             altered.append(str(path))
     return altered
@@ -119,6 +135,7 @@ def patched_functions(modules: Iterable[str]) -> list[str]:
     ]
     standard = Path(types.__file__).resolve().parent
 
+    @cache
     def expected(file: str) -> bool:
         path = Path(file).resolve()
         inside = path.is_relative_to(standard) and "site-packages" not in path.parts

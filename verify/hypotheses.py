@@ -7,6 +7,7 @@ Most candidates are turned away early: behind the first layer the reference with
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,8 +32,41 @@ if TYPE_CHECKING:
 MISFITS = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError)
 """What a bug raises that is planted in a model without the place it breaks."""
 
-Distance = Callable[[Reference], float]
-"""How far the answer of a reference is from ours, max|Δ| / std or relative."""
+
+@dataclass(frozen=True)
+class _Comparison:
+    """What a reference is asked, and how far its answer is from ours.
+
+    Attributes:
+        ask: puts the question to a reference.
+        distance: of an answer from ours, max|Δ| / std or relative.
+        question: its name, under which the reference keeps what it answers with each bug; "": asked every time.
+    """
+
+    ask: Callable[[Reference], Any]
+    distance: Callable[[Any], float]
+    inputs: Inputs
+    question: str = ""
+
+    def with_bug(self, bug: PlantedBug, reference: Reference) -> float:
+        """The distance of the reference with `bug`; inf where the bug does not fit.
+
+        Which bug is planted in ours plays no part in the answer, so a self-test asks once for all of them.
+        """
+
+        def answer() -> Any:
+            assert bug.reference is not None
+            with suppress(*MISFITS), bug.reference(reference.model) as planted:
+                return self.ask(_view(reference, planted))
+            return None
+
+        asked = f"{self.question} with {bug.id}"
+        given = reference.once(asked, self.inputs, answer) if self.question else answer()
+        if given is None:
+            return math.inf
+        with suppress(*MISFITS):
+            return self.distance(given)
+        return math.inf
 
 
 def explain(evidence: Evidence, catalogue: Sequence[PlantedBug] = CATALOGUE) -> list[Hypothesis]:
@@ -42,13 +76,15 @@ def explain(evidence: Evidence, catalogue: Sequence[PlantedBug] = CATALOGUE) -> 
         evidence: the bench, where to look again and where the sides part first.
         catalogue: bugs to try; those without a counterpart in the reference cannot be named.
     """
-    reference, distance_of, gate = _question(evidence)
-    if distance_of(_view(reference, reference.model)) <= gate:
+    reference, whole, gate = _question(evidence)
+    if whole.distance(whole.ask(reference)) <= gate:
         return []  # nothing to explain: asked again, the reference agrees without any bug
     screen = _screen(evidence)
     found = []
     for bug in _candidates(evidence, catalogue):
-        figure = _replayed(bug, reference, screen, distance_of, gate)
+        if screen is not None and not screen.with_bug(bug, reference) <= gate:
+            continue
+        figure = whole.with_bug(bug, reference)
         if figure <= gate:
             found.append(
                 Hypothesis(
@@ -71,19 +107,8 @@ def _candidates(evidence: Evidence, catalogue: Sequence[PlantedBug]) -> list[Pla
 
 def _plain_forward_agrees(evidence: Evidence) -> bool:
     lab, case = evidence.lab, evidence.replay.case
-    return _forward(lab.model(case), lab.probe(case))(lab.hf(case)) <= lab.gates["V2"].limit
-
-
-def _replayed(
-    bug: PlantedBug, reference: Reference, screen: Distance | None, distance_of: Distance, gate: float
-) -> float:
-    """Distance of the reference with `bug` from ours; inf where the bug does not fit or is turned away early."""
-    assert bug.reference is not None
-    with suppress(*MISFITS), bug.reference(reference.model) as planted:
-        view = _view(reference, planted)
-        if screen is None or screen(view) <= gate:
-            return distance_of(view)
-    return float("inf")
+    plain = _forward(lab.model(case), lab.probe(case))
+    return plain.distance(plain.ask(lab.hf(case))) <= lab.gates["V2"].limit
 
 
 def _view(reference: Reference, model: nn.Module) -> Reference:
@@ -96,13 +121,14 @@ def _view(reference: Reference, model: nn.Module) -> Reference:
 # ------------------------------------------------------------------ the question that failed
 
 
-def _question(evidence: Evidence) -> tuple[Reference, Distance, float]:
-    """Whom to ask, how far an answer is from ours, and below which distance it reproduces ours."""
+def _question(evidence: Evidence) -> tuple[Reference, _Comparison, float]:
+    """Whom to ask what, and below which distance an answer reproduces ours."""
     lab, replay, level = evidence.lab, evidence.replay, evidence.level
     asked = replay.question
     if asked is not None:
         gate = lab.gates["V6.max" if level == "V6" else "V5"].limit
-        return asked.reference, lambda view: max_over_std(asked.ours, asked.ask(view)), gate
+        compared = _Comparison(asked.ask, lambda given: max_over_std(asked.ours, given), replay.inputs)
+        return asked.reference, compared, gate
     reference, model = lab.hf(replay.case), lab.model(replay.case)
     if evidence.divergence is None and replay.inputs.labels is not None:
         return reference, _gradients(lab, replay.case, model, replay.inputs), lab.gates["V4"].limit
@@ -114,22 +140,30 @@ def _real(tensor: Tensor, inputs: Inputs) -> Tensor:
     return tensor if inputs.attention_mask is None else tensor[inputs.attention_mask == 1]
 
 
-def _forward(model: Decoder, inputs: Inputs) -> Distance:
-    """Distance of the logits."""
+def _forward(model: Decoder, inputs: Inputs) -> _Comparison:
+    """The logits."""
     with torch.no_grad():
         ours = _real(model(**inputs.without_labels().kwargs())["logits"], inputs)
     asked = inputs.without_labels()
-    return lambda view: max_over_std(ours, _real(view.logits(asked), inputs))
+    return _Comparison(
+        lambda view: view.logits(asked), lambda given: max_over_std(ours, _real(given, inputs)), asked, "logits"
+    )
 
 
-def _gradients(lab: Lab, case: str, model: Decoder, inputs: Inputs) -> Distance:
-    """Distance of the loss and of every gradient; None on one side only is infinitely far."""
+Answered = tuple[dict[str, Any], dict[str, Tensor | None]]
+
+
+def _gradients(lab: Lab, case: str, model: Decoder, inputs: Inputs) -> _Comparison:
+    """The loss and every gradient; None on one side only is infinitely far."""
     output, ours = backward(model, inputs, our_loss)
     state = lab.hf(case).state()
 
-    def distance_of(view: Reference) -> float:
+    def ask(view: Reference) -> Answered:
         theirs, gradients = view.gradients(inputs)
-        hub = {name: gradients[name] for name, _ in view.model.named_parameters()}
+        return theirs, {name: gradients[name] for name, _ in view.model.named_parameters()}
+
+    def distance_of(given: Answered) -> float:
+        theirs, hub = given
         zeros = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         native = lab.ours.native(lab.raw(case), zeros | {n: g for n, g in hub.items() if g is not None})
         figures = [float((output["loss"] - theirs["loss"]).abs() / theirs["loss"].abs())]
@@ -138,7 +172,7 @@ def _gradients(lab: Lab, case: str, model: Decoder, inputs: Inputs) -> Distance:
             figures.append(distance(torch.zeros_like(expected) if mine is None else mine, expected))
         return max(figures)
 
-    return distance_of
+    return _Comparison(ask, distance_of, inputs, "gradients")
 
 
 # ------------------------------------------------------------------ turning candidates away early
@@ -151,33 +185,14 @@ class _Reached(Exception):
 
     def __init__(self, output: Any) -> None:
         super().__init__()
-        self.output = output[0] if isinstance(output, tuple) else output
+        self.output: Tensor = output[0] if isinstance(output, tuple) else output
 
 
-@dataclass(frozen=True)
-class _Screen:
-    """Distance of the hidden state behind the first layer; the reference runs no further."""
+def _screen(evidence: Evidence) -> _Comparison | None:
+    """The hidden state behind the first layer, as a condition on every candidate for a divergence of the forward.
 
-    module: str
-    ours: Tensor
-    inputs: Inputs
-
-    def __call__(self, view: Reference) -> float:
-        def stop(_module: Any, _args: Any, output: Any) -> None:
-            raise _Reached(output)
-
-        handle = view.model.get_submodule(self.module).register_forward_hook(stop)
-        try:
-            view.call(self.inputs, use_cache=False)
-        except _Reached as reached:
-            return max_over_std(self.ours, _real(reached.output, self.inputs))
-        finally:
-            handle.remove()
-        return float("inf")
-
-
-def _screen(evidence: Evidence) -> Distance | None:
-    """The output of our first layer as a condition on every candidate for a divergence of the forward."""
+    The reference runs no further than that layer.
+    """
     lab, replay = evidence.lab, evidence.replay
     if evidence.divergence is None:
         return None
@@ -185,4 +200,19 @@ def _screen(evidence: Evidence) -> Distance | None:
     outputs = trace_ours(lab.model(replay.case), inputs).first(FIRST, "out")
     if not outputs:
         return None
-    return _Screen(ModuleMap(lab.ours.current.module_map).theirs(FIRST), _real(outputs[0], inputs), inputs)
+    module, ours = ModuleMap(lab.ours.current.module_map).theirs(FIRST), _real(outputs[0], inputs)
+
+    def stop(_module: Any, _args: Any, output: Any) -> None:
+        raise _Reached(output)
+
+    def ask(view: Reference) -> Tensor | None:
+        handle = view.model.get_submodule(module).register_forward_hook(stop)
+        try:
+            view.call(inputs, use_cache=False)
+        except _Reached as reached:
+            return reached.output
+        finally:
+            handle.remove()
+        return None
+
+    return _Comparison(ask, lambda given: max_over_std(ours, _real(given, inputs)), inputs, module)

@@ -6,7 +6,6 @@ with the same numbers. Routers take the experts that the float64 reference took:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.attention.flex_attention as flex_attention
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -159,15 +159,15 @@ class Bench:
         model, probe = self.model(dtype, lora=kind == "lora"), KINDS[kind]
         routes = self._routes.setdefault(kind, Routes())
         graded = trains and kind != "decode"
+        # FlexAttention's CPU form is one operator: dynamo would trace for seconds what it then runs as it is.
         model.zero_grad(set_to_none=True)
         with (
-            warnings.catch_warnings(),
+            swapped(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
             force(**forced),
             record() as log,
             routes.followed(model, BATCH),
             torch.set_grad_enabled(graded),
         ):
-            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
             values, scalar, leaves = probe(self, model, Call(routes, cached))
             if graded:
                 scalar.backward()

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from bestiary.verify.inputs import Inputs
 from bestiary.verify.tracing import Trace, traced
-from bestiary.verify.weights import Store, perturb
+from bestiary.verify.weights import Store, centred, perturb
 
 T = TypeVar("T")
 
@@ -37,8 +37,16 @@ class _Promote(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.float:
             return args[0].double()
-        args = tuple(torch.float64 if item is torch.float32 else item for item in args)
-        kwargs = {key: torch.float64 if item is torch.float32 else item for key, item in (kwargs or {}).items()}
+        for item in args:
+            if item is torch.float32:
+                args = tuple(torch.float64 if item is torch.float32 else item for item in args)
+                break
+        if not kwargs:
+            return func(*args)
+        for item in kwargs.values():
+            if item is torch.float32:
+                kwargs = {key: torch.float64 if item is torch.float32 else item for key, item in kwargs.items()}
+                break
         return func(*args, **kwargs)
 
 
@@ -66,6 +74,9 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    if before == logging.CRITICAL and not bars:  # inside another block; to set it again empties logging's caches
+        yield
+        return
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
@@ -89,20 +100,28 @@ def hf_config(reference: str, raw: Mapping[str, Any]) -> Any:
         return cls.from_dict(json.loads(json.dumps(raw)))
 
 
-def build(reference: str, raw: Mapping[str, Any], dtype: torch.dtype = torch.float64) -> nn.Module:
-    """A model in eval mode with eager attention and experts; float64 is built under promotion."""
+def build(
+    reference: str, raw: Mapping[str, Any], dtype: torch.dtype = torch.float64, *, initialised: bool = True
+) -> nn.Module:
+    """A model in eval mode with eager attention and experts; float64 is built under promotion.
+
+    Args:
+        initialised: False: without drawing weights, for a caller that sets every one. Parameters that a constructor
+            fills itself (norms) are as it leaves them, the others are undefined.
+    """
+    from transformers.initialization import no_init_weights
+
     config = hf_config(reference, raw)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     cls = reference_class(reference)
-    with quiet():
-        if dtype is torch.float64:
-            with promoted():
-                model = cls(config)
-        else:
-            with default_dtype(dtype):
-                model = cls(config)
-    return model.eval()
+    with quiet(), promoted() if dtype is torch.float64 else default_dtype(dtype):
+        if initialised:
+            return cast(nn.Module, cls(config).eval())
+        with no_init_weights():  # that skips the tie of the head as well
+            model = cls(config)
+        model.tie_weights()
+    return cast(nn.Module, model.eval())
 
 
 class Reference:
@@ -131,7 +150,9 @@ class Reference:
         store: Store | None = None,
     ) -> None:
         self.dtype = dtype
-        self.model = build(reference, raw, dtype)
+        self.model = build(reference, raw, dtype, initialised=False)
+        if not centred(self.model):
+            self.model = build(reference, raw, dtype)
         self.config: Any = self.model.config
         perturb(self.model, seed, store if mutate is None else None)
         if mutate is not None:
@@ -143,7 +164,8 @@ class Reference:
             if not list(module.parameters(recurse=False)) and not list(module.children())
         ]
 
-    def _once(self, question: str, inputs: Inputs, answer: Callable[[], T]) -> T:
+    def once(self, question: str, inputs: Inputs, answer: Callable[[], T]) -> T:
+        """`answer()` at the first time that `question` is asked about `inputs`."""
         key = (question, inputs.key)
         if key not in self._memo:
             self._memo[key] = answer()
@@ -190,7 +212,21 @@ class Reference:
 
     def output(self, inputs: Inputs) -> dict[str, Any]:
         """Forward output (logits, loss and aux_loss where there are labels), without a cache, computed once."""
-        return self._once("output", inputs, lambda: self.call(inputs, use_cache=False, return_dict=True))
+        return self.once("output", inputs, lambda: self.call(inputs, use_cache=False, return_dict=True))
+
+    def train_output(self, inputs: Inputs, seed: int) -> dict[str, Any]:
+        """Forward output in train mode, torch's generator at `seed`, computed once."""
+
+        def answer() -> dict[str, Any]:
+            self.model.train()
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(seed)
+                    return self.call(inputs, use_cache=False, return_dict=True)
+            finally:
+                self.model.eval()
+
+        return self.once(f"train {seed}", inputs, answer)
 
     def logits(self, inputs: Inputs) -> Tensor:
         """Logits (B, T, V)."""
@@ -205,7 +241,7 @@ class Reference:
             with self.running() as model, torch.no_grad():
                 return traced(model, lambda: model(**plain.kwargs(), use_cache=False))
 
-        return self._once("trace", plain, answer)
+        return self.once("trace", plain, answer)
 
     def gradients(self, inputs: Inputs) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
         """Output with labels and the gradient of its loss for every parameter and for "inputs_embeds".
@@ -235,7 +271,7 @@ class Reference:
             plain = {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
             return plain, grads
 
-        return self._once("gradients", inputs, answer)
+        return self.once("gradients", inputs, answer)
 
 
 class ReferencePool:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from bestiary.verify import gates
@@ -266,17 +265,6 @@ def change(ours: Mapping[str, Any], base: Mapping[str, Any]) -> float:
     return max(figures)
 
 
-def train_output(reference: Reference, inputs: Inputs) -> dict[str, Any]:
-    """Output in train mode, torch's generator at `TRAIN_SEED`."""
-    reference.model.train()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(TRAIN_SEED)
-            return reference.call(inputs, use_cache=False, return_dict=True)
-    finally:
-        reference.model.eval()
-
-
 _REJECTIONS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, IndexError, AssertionError)
 """What configs and models of transformers raise at values they cannot take, beside their validators' own error."""
 
@@ -299,6 +287,6 @@ def classify(built: Callable[[Raw], Reference], variant: Variant, inputs: Inputs
     moved = change(output, base.output(inputs))
     if moved > gates.MOVED:
         return Kind.LIVE, f"moves Hugging Face by {moved:.1e}"
-    if change(train_output(model, inputs), train_output(base, inputs)) > gates.MOVED:
+    if change(model.train_output(inputs, TRAIN_SEED), base.train_output(inputs, TRAIN_SEED)) > gates.MOVED:
         return Kind.TRAIN, ""
     return Kind.DEAD, ""

@@ -8,11 +8,13 @@ and apply wherever a config class has the field: no family is named here.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from bestiary.verify.reference import hf_config, reference_class
@@ -133,22 +135,30 @@ def scaling(rope_type: str, head_dim: int) -> Raw:
 
 def config_defaults(reference: str) -> Raw:
     """What the config class says when it is given nothing."""
+    return copy.deepcopy(_defaults(reference))
+
+
+@cache
+def _defaults(reference: str) -> Raw:
     defaults: Raw = hf_config(reference, {}).to_dict()
     return defaults
 
 
+@cache
 def readable_fields(reference: str) -> Callable[[str], bool]:
     """A test for a name: declared by the config class, or read from the config by the modelling file."""
     cls = reference_class(reference)
     declared = {item.name for item in dataclasses.fields(cls.config_class)}
     source = inspect.getsource(importlib.import_module(cls.__module__))
 
+    @cache
     def readable(name: str) -> bool:
         return name in declared or re.search(rf'config(\.|, "){name}\b', source) is not None
 
     return readable
 
 
+@cache
 def layer_count(reference: str) -> int:
     """Two periods of the family's layer pattern plus one, at least five."""
     types = hf_config(reference, {"num_hidden_layers": 48, "max_window_layers": 48}).to_dict().get("layer_types")

@@ -19,10 +19,25 @@ def _draw(name: str, shape: torch.Size, seed: int) -> Tensor:
     return torch.randn(shape.numel(), generator=generator, dtype=torch.float64).reshape(shape)
 
 
+def _is_scale(name: str, owner: nn.Module) -> bool:
+    """Whether a parameter is the weight of a norm, which lies around one or around zero."""
+    return "norm" in type(owner).__name__.lower() and not name.endswith("bias")
+
+
+def centred(model: nn.Module) -> bool:
+    """Whether every norm's weight is all ones or all zeros, as the constructor of a norm leaves it."""
+    for name, parameter in model.named_parameters():
+        if _is_scale(name, model.get_submodule(name.rpartition(".")[0])):
+            low, high = (float(bound) for bound in parameter.detach().aminmax())
+            if low != high or low not in (0.0, 1.0):
+                return False
+    return True
+
+
 def _value(name: str, current: Tensor, owner: nn.Module, seed: int) -> Tensor:
     noise = _draw(name, current.shape, seed)
     leaf = name.rpartition(".")[2]
-    if "norm" in type(owner).__name__.lower() and not leaf.endswith("bias"):
+    if _is_scale(name, owner):
         centre = float(current.detach().float().mean().round())  # 1, or 0 where the norm computes 1 + weight
         return centre + 0.3 * noise
     if leaf.endswith("bias"):

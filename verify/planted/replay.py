@@ -150,9 +150,11 @@ def configured(change: Callable[[Any], None]) -> ReferencePlant:
 
     @contextmanager
     def plant(model: nn.Module) -> Iterator[nn.Module]:
+        from transformers.initialization import no_init_weights
+
         config = _altered(model.config, change)
         state = model.state_dict()
-        with _building_as(model):
+        with _building_as(model), no_init_weights():
             sibling: nn.Module = type(model)(config)
         sibling.load_state_dict(state, assign=True)
         if config.tie_word_embeddings:
