@@ -15,6 +15,7 @@ import torch
 
 from bestiary.bridges.storage import read_json
 from bestiary.verify.checkpoint import run_checkpoint
+from bestiary.verify.foreign import OPTION, load_factory
 from bestiary.verify.gates import Gates
 from bestiary.verify.hypotheses import explain
 from bestiary.verify.reference import ReferencePool
@@ -38,6 +39,7 @@ def verify(
     progress: Callable[[str], None] | None = None,
     pool: ReferencePool | None = None,
     work: str | Path | None = None,
+    ours: str | None = None,
 ) -> Verdict:
     """Verifies a family on tiny configs, or a checkpoint folder on its own weights.
 
@@ -57,11 +59,15 @@ def verify(
         progress: called with a line before each level.
         work: checkpoint: folder for what a killed run leaves; None: in the user's cache folder.
         pool: references that earlier calls built, to share them.
+        ours: family: "package.module:factory" of another implementation; see `bestiary.verify.foreign`.
     Raises:
         UnsupportedModelType, CheckpointNotFound, BadUsage, GateError: nothing can be verified so.
     """
     gates = Gates().tightened(tighten)
+    foreign = None if ours is None else load_factory(ours)
     if is_checkpoint(str(target)):
+        if foreign is not None:
+            raise BadUsage(f"{OPTION} {ours} with the checkpoint {target}.", remedy="name the family, e.g. qwen3")
         return run_checkpoint(
             target,
             seed=seed,
@@ -84,6 +90,7 @@ def verify(
         pool=pool,
         explain=explain,
         progress=progress,
+        foreign=foreign,
     )
 
 

@@ -65,12 +65,15 @@ class Check:
         run: gives the outcome; an exception of ours becomes a failure, a typed refusal a refusal.
         layer: the layer it looks at, for `--only layerN`; None: none in particular.
         always: whether it runs whatever `--only` names, because it says why the others cannot.
+        needs: arguments of forward that it uses beside `input_ids` and `labels`, or `foreign.OWN`: an implementation
+            of somebody else's without them is not asked.
     """
 
     id: str
     run: Callable[[], Outcome]
     layer: int | None = None
     always: bool = False
+    needs: tuple[str, ...] = ()
 
 
 def passed(detail: str = "") -> Outcome:

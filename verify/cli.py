@@ -34,6 +34,7 @@ examples:
   verify-bridge diff before.json after.json             progress between two verdicts
   verify-bridge ./checkpoint --text README.md           a checkpoint, on a text of yours
   verify-bridge new llama                               what a port of a new architecture starts from
+  verify-bridge qwen3 --ours mine.model:build           an nn.Module of yours, its parameters named as the bridge does
   verify-bridge self-test                               plant bugs and see that each is found
   verify-bridge self-test gpt_oss --catalogue my_bugs   with bugs of a module of yours
 
@@ -72,6 +73,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", metavar="FILE", help="verify on this config.json in place of the tiny ones")
     parser.add_argument("--isolate", action="store_true", help="run our forward where transformers' models are blocked")
+    parser.add_argument(
+        "--ours",
+        metavar="MODULE:FACTORY",
+        help="verify FACTORY(config), an nn.Module of yours, in place of ours",
+    )
     parser.add_argument("--text", metavar="FILE", help="checkpoint: text to compare on, by the folder's tokenizer")
     parser.add_argument("--tokens", metavar="FILE", help="checkpoint: JSON list of token ids to compare on")
     parser.add_argument("--work", metavar="DIR", help="checkpoint: where a killed run's state is; default: user cache")
@@ -182,6 +188,7 @@ def _verify(args: argparse.Namespace) -> int:
         text=args.text,
         tokens=args.tokens,
         work=args.work,
+        ours=args.ours,
         progress=None if args.quiet else _progress,
     )
     _progress("")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bestiary.bridges import TensorInfo
 from bestiary.models import Decoder, DecoderConfig
+from bestiary.verify.foreign import ALWAYS
 from bestiary.verify.gates import Gates
 from bestiary.verify.inputs import Inputs, tokens
 from bestiary.verify.reference import Reference, ReferencePool, hf_config, reference_class
@@ -130,6 +131,16 @@ class Lab:
     def decoder_config(self, case: str) -> DecoderConfig:
         """The architecture our bridge reads."""
         return self.once(("config", case), lambda: self.ours.decoder_config(self.raw(case)))
+
+    def arguments(self) -> frozenset[str]:
+        """Arguments that an implementation of somebody else's takes; where it cannot be built, all that it must."""
+        foreign = self.ours.foreign
+        if foreign is None:
+            return frozenset()
+        try:
+            return self.once(("arguments",), lambda: foreign.accepts(self.decoder_config(self.main_case)))
+        except Exception:  # noqa: BLE001 - every check meets it again and reports it
+            return ALWAYS
 
     def infos(self, case: str) -> dict[str, TensorInfo]:
         """Names, shapes and dtypes of the reference's state dict."""

@@ -111,6 +111,14 @@ def _divergence(verdict: Verdict) -> Iterator[str]:
             yield f"  or                {_cut(other.hint, 90)} ({other.reproduces_to:.0e})"
 
 
+def _whose(verdict: Verdict) -> list[str]:
+    """Whose implementation was verified, where it is not ours, and of how much it was not asked."""
+    other = verdict.implementation
+    if other is None:
+        return []
+    return [f"  ours is           {other.factory}   not asked: {_cut('; '.join(other.omitted) or 'nothing', 120)}"]
+
+
 def family_lines(verdict: Verdict) -> list[str]:
     """The text of one verdict, at most `MAX_LINES` lines."""
     scope = "" if verdict.scope == "full" else "   partial run"
@@ -118,7 +126,7 @@ def family_lines(verdict: Verdict) -> list[str]:
         f"{verdict.family}  transformers {verdict.env.get('transformers', '?')} {verdict.reference_class}"
         f"   seed {verdict.seed}   gate {verdict.gate_version}{'' if verdict.official else ' tightened'}{scope}"
     )
-    lines = [head, *(_level(level) for level in verdict.levels)]
+    lines = [head, *_whose(verdict), *(_level(level) for level in verdict.levels)]
     if verdict.error:
         lines.append(f"  error             {_cut(verdict.error, 160)}")
     lines += [f"  weak test         {_cut(reason, 120)}" for reason in verdict.weak[:4]]

@@ -14,9 +14,18 @@ from bestiary.bridges import get_bridge
 from bestiary.bridges.errors import UnsupportedConfig
 from bestiary.kernels.errors import BestiaryError
 from bestiary.verify.activity import audit, weaknesses
-from bestiary.verify.checks import Outcome, Replay, exit_codes, not_run, run_level, selected
+from bestiary.verify.checks import Check, Outcome, Replay, exit_codes, not_run, run_level, selected
+from bestiary.verify.delegation import foreign_code, foreign_modules
+from bestiary.verify.foreign import OPTION, Foreign
 from bestiary.verify.gates import GATE_VERSION, OFFICIAL, Gates
-from bestiary.verify.hashes import altered_files, own_hashes, patched_functions, reference_hash, reference_modules
+from bestiary.verify.hashes import (
+    altered_files,
+    digest,
+    own_hashes,
+    patched_functions,
+    reference_hash,
+    reference_modules,
+)
 from bestiary.verify.lab import Lab
 from bestiary.verify.levels import REGISTRY, LevelSpec
 from bestiary.verify.localise import localise
@@ -29,6 +38,7 @@ from bestiary.verify.verdict import (
     Divergence,
     Exit,
     Hypothesis,
+    Implementation,
     Level,
     Verdict,
     first_present,
@@ -107,6 +117,7 @@ def run(
     pool: ReferencePool | None = None,
     explain: Explain | None = None,
     progress: Callable[[str], None] | None = None,
+    foreign: Foreign | None = None,
 ) -> Verdict:
     """Verifies one family on tiny configs.
 
@@ -124,6 +135,7 @@ def run(
         pool: references built by earlier runs.
         explain: names causes of a divergence (planted-bug replay).
         progress: called with a line before each level.
+        foreign: an implementation of somebody else's, verified in place of ours.
     Returns:
         The verdict. Errors of usage (unknown family, level or pattern) are raised.
     Raises:
@@ -138,7 +150,7 @@ def run(
         cases=tiny_configs(bridge.reference)
         if cases is None
         else {name: completed(bridge.reference, raw) for name, raw in cases.items()},
-        ours=OurSide(bridge),
+        ours=OurSide(bridge, foreign),
         theirs=TheirSide(),
         seed=seed,
         gates=gates or Gates(),
@@ -181,10 +193,11 @@ def _verify(
     replay: tuple[str, Replay] | None = None
     refusal = _refusal(lab)
     stopped: str | None = None
+    omitted: list[str] = []
     for spec in specs:
         progress(f"{lab.family} {spec.id} {spec.title}")
-        checks = selected(spec.plan(lab), only)
-        if not checks and only:
+        checks = _asked(lab, spec, only, omitted)
+        if not checks and (only or lab.ours.foreign is not None):
             continue
         if stopped is not None:
             results.append(not_run(spec.id, spec.title, checks, stopped))
@@ -220,11 +233,12 @@ def _verify(
         reference_class=lab.reference.partition(":")[2],
         verdict=WORDS[code],
         exit_code=code,
-        scope="full" if not only and len(specs) == len(REGISTRY) else "partial",
+        scope="full" if not only and not omitted and len(specs) == len(REGISTRY) else "partial",
         gate_version=GATE_VERSION,
         official=dict(lab.gates.table) == dict(OFFICIAL),
         env=environment(),
         hashes={**hashes, "transformers": reference_hash()},
+        implementation=_implementation(lab, omitted),
         seed=lab.seed,
         seconds=time.perf_counter() - start,
         levels=results,
@@ -240,6 +254,28 @@ def _verify(
         repro=_repro(lab, results, divergence),
         error="; ".join(filter(None, [refusal, *tampered[:2]])) or None,
     )
+
+
+def _asked(lab: Lab, spec: LevelSpec, only: Sequence[str], omitted: list[str]) -> list[Check]:
+    """The checks of a level, without those that an implementation of somebody else's has nothing for: `omitted`."""
+    if lab.ours.foreign is None:
+        return selected(spec.plan(lab), only)
+    if spec.own:
+        omitted.append(f"{spec.id}: judges {spec.own}")
+        return []
+    accepted = lab.arguments()
+    checks = selected(spec.plan(lab), only)
+    lacking = {check.id: sorted(set(check.needs) - accepted) for check in checks}
+    omitted += [f"{spec.id} {id}: needs {', '.join(names)}" for id, names in lacking.items() if names]
+    return [check for check in checks if not lacking[check.id]]
+
+
+def _implementation(lab: Lab, omitted: list[str]) -> Implementation | None:
+    foreign = lab.ours.foreign
+    if foreign is None:
+        return None
+    source = "" if foreign.file is None else digest([foreign.file])
+    return Implementation(factory=foreign.name, source_hash=source, omitted=omitted)
 
 
 def _refusal(lab: Lab) -> str | None:
@@ -273,7 +309,21 @@ def _tampering(lab: Lab) -> list[str]:
     """What differs from the installed transformers, on disk or in memory."""
     altered = [f"{path} differs from the wheel's RECORD" for path in altered_files()]
     patched = [f"{name} was replaced in memory" for name in patched_functions(reference_modules(lab.hf_class))]
-    return altered + patched
+    return altered + patched + (_borrowed(lab) if lab.ours.foreign is not None else [])
+
+
+def _borrowed(lab: Lab) -> list[str]:
+    """What of transformers an implementation of somebody else's is built of or runs, whatever level was asked for."""
+    assert lab.ours.foreign is not None
+    case = lab.main_case
+    try:
+        model = lab.ours.foreign(lab.decoder_config(case), dtype=torch.float64)
+        built = foreign_modules(model)
+        with torch.no_grad():
+            ran = [] if built else foreign_code(lambda: model(**lab.probe(case).kwargs()))
+    except Exception:  # noqa: BLE001 - a model that cannot be built or run computes nothing; the findings say why
+        return []
+    return [f"ours is built of {name}" for name in built] + [f"ours runs {name} of transformers" for name in ran]
 
 
 def _explain(
@@ -310,5 +360,6 @@ def _repro(lab: Lab, levels: Sequence[Level], divergence: Divergence | None) -> 
         if divergence is not None and level.id == "V2" and divergence.layer is not None:
             only = f"layer{divergence.layer}"
         quoted = only if re.fullmatch(r"[\w./*-]+", only) else f"'{only}'"
-        return f"verify-bridge {lab.family} --level {level.id} --only {quoted} --seed {lab.seed}"
+        whose = "" if lab.ours.foreign is None else f" {OPTION} {lab.ours.foreign.name}"
+        return f"verify-bridge {lab.family}{whose} --level {level.id} --only {quoted} --seed {lab.seed}"
     return None

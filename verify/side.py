@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from bestiary.bridges import Bridge, MemorySource, Plan, fill
+from bestiary.bridges import Bridge, MemorySource, Plan, fill, fill_parameters
+from bestiary.bridges.pieces import Shape
 from bestiary.models import Decoder, DecoderConfig
+from bestiary.verify.foreign import Foreign
 from bestiary.verify.tiny import Raw
 
 T = TypeVar("T")
@@ -63,11 +65,16 @@ class _Side(Generic[M]):
 
 
 class OurSide(_Side[Decoder]):
-    """Our model and the bridge that makes it; also how the verifier builds both."""
+    """Our model and the bridge that makes it; also how the verifier builds both.
 
-    def __init__(self, bridge: Bridge) -> None:
+    Args:
+        foreign: an implementation of somebody else's in place of the bridge's decoder.
+    """
+
+    def __init__(self, bridge: Bridge, foreign: Foreign | None = None) -> None:
         super().__init__()
-        self.current = bridge
+        self.foreign = foreign
+        self.current = bridge if foreign is None else replace(bridge, decoder=cast(type[Decoder], foreign))
 
     def bridge(self, change: Callable[[Bridge], Bridge]) -> None:
         """Replaces the bridge (its rules, its adapter, its decoder class) by `change(bridge)`."""
@@ -85,19 +92,32 @@ class OurSide(_Side[Decoder]):
 
     def plan(self, raw: Raw, hub: Mapping[str, Tensor]) -> Plan:
         """Which tensor of `hub` goes where."""
+        return self._plan(raw, hub)
+
+    def _plan(self, raw: Raw, hub: Mapping[str, Tensor], shapes: Mapping[str, Shape] | None = None) -> Plan:
         parsed = self.current.parse(raw, source="config.json")
         return self.current.plan_import(
-            parsed.decoder, MemorySource(hub).infos, quantization=parsed.quantization, read_from="Hugging Face"
+            parsed.decoder,
+            MemorySource(hub).infos,
+            quantization=parsed.quantization,
+            read_from="Hugging Face",
+            parameters=shapes,
         )
 
     def build(self, raw: Raw, hub: Mapping[str, Tensor], dtype: torch.dtype) -> Decoder:
         """Our model of a config.json with the weights of a state dict, in eval mode; NaN where nothing was written."""
-        plan = self.plan(raw, hub)
-        model = self.current.decoder(self.decoder_config(raw), dtype=dtype, device="meta").to_empty(device="cpu")
+        model = self.current.decoder(self.decoder_config(raw), dtype=dtype, device="meta")
+        plan = self._plan(raw, hub, {name: tuple(p.shape) for name, p in model.named_parameters()})
+        if self.foreign is None:
+            model.to_empty(device="cpu")
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(torch.nan)
-        fill(model, MemorySource(hub), plan)
+        if self.foreign is None:
+            fill(model, MemorySource(hub), plan)
+        else:
+            named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+            fill_parameters(named, MemorySource(hub), plan)
         self.finish(model.eval())
         return model
 
@@ -112,7 +132,7 @@ class OurSide(_Side[Decoder]):
         shapes = self.current.parameters(self.decoder_config(raw))
         dtype = next(iter(hub.values())).dtype
         made = {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in shapes.items()}
-        for transfer in self.plan(raw, hub).transfers:
+        for transfer in self._plan(raw, hub, shapes).transfers:
             for name, piece in transfer.pieces:
                 piece.read(hub[transfer.hub.name], made[name])
         return made

@@ -218,8 +218,22 @@ class KernelPath(_Strict):
     note: str = ""
 
 
+class Implementation(_Strict):
+    """Somebody else's implementation, verified in place of ours.
+
+    Attributes:
+        factory: "package.module:factory", as `--ours` names it.
+        source_hash: sha256 over its file; "" without one.
+        omitted: levels and checks that it was not asked, and why: what they look at it does not have.
+    """
+
+    factory: str
+    source_hash: str
+    omitted: list[str] = Field(default_factory=list)
+
+
 class Verdict(_Strict):
-    """The finding for one family or checkpoint."""
+    """The finding for one family or checkpoint; `implementation` where it is not ours that was verified."""
 
     family: str
     model_type: str
@@ -243,6 +257,7 @@ class Verdict(_Strict):
     kernels: list[KernelPath] = Field(default_factory=list)
     profiles: list[Profile] = Field(default_factory=list)
     weak: list[str] = Field(default_factory=list)
+    implementation: Implementation | None = None
     repro: str | None = None
     error: str | None = None
 

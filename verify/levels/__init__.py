@@ -23,6 +23,7 @@ class LevelSpec:
         module: its file under `levels/`, with a function `plan(lab) -> list[Check]`.
         on_error: exit code of an exception in the code under test.
         refusals_are_answers: whether a typed refusal of a check leaves the level ok.
+        own: what it judges, where that is no implementation of somebody else's; "" for a level that judges any.
     """
 
     id: str
@@ -30,6 +31,7 @@ class LevelSpec:
     module: str
     on_error: Exit = Exit.NUMERIC
     refusals_are_answers: bool = False
+    own: str = ""
 
     def plan(self, lab: Lab) -> list[Check]:
         """The checks of this level, planned without running our side."""
@@ -39,12 +41,12 @@ class LevelSpec:
 
 REGISTRY: tuple[LevelSpec, ...] = (
     LevelSpec("V0", "keys", "v0_keys", on_error=Exit.KEYS),
-    LevelSpec("V1", "round trip", "v1_round_trip", on_error=Exit.KEYS),
+    LevelSpec("V1", "round trip", "v1_round_trip", on_error=Exit.KEYS, own="bestiary's loader and export"),
     LevelSpec("V2", "semantics", "v2_semantics"),
     LevelSpec("V3", "config", "v3_config", on_error=Exit.CONFIG, refusals_are_answers=True),
     LevelSpec("V4", "gradients", "v4_gradients"),
     LevelSpec("V5", "inputs", "v5_inputs"),
     LevelSpec("V6", "fp32", "v6_fp32"),
     LevelSpec("V7", "bf16", "v7_bf16"),
-    LevelSpec("K", "kernels", "k_kernels"),
+    LevelSpec("K", "kernels", "k_kernels", own="bestiary's kernels"),
 )

@@ -12,6 +12,7 @@ from bestiary.bridges.errors import KeyMismatch, UnsupportedConfig
 from bestiary.kernels.errors import BestiaryError
 from bestiary.models.layers.rotary import rope_frequencies
 from bestiary.verify.checks import Check, Outcome, failed, holds, passed, unless_mismatched
+from bestiary.verify.foreign import OWN
 from bestiary.verify.lab import Lab
 from bestiary.verify.localise import layer_of
 from bestiary.verify.measure import bit_equal
@@ -157,7 +158,7 @@ def _plan_case(lab: Lab, case: str) -> list[Check]:
         Check(f"{case}/poison", partial(_poison, lab, case)),
         Check(f"{case}/tie", partial(_tie, lab, case)),
         Check(f"{case}/parameters", partial(_parameter_count, lab, case)),
-        Check(f"{case}/buffers", partial(_buffers, lab, case)),
+        Check(f"{case}/buffers", partial(_buffers, lab, case), needs=(OWN,)),
     ]
     return checks + (_plan_main_case(lab, case) if case == lab.main_case else [])
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from bestiary.models import Decoder
 from bestiary.verify.checks import Check, Outcome, Replay, failed, holds, judged
 from bestiary.verify.delegation import delegates, isolated_logits
+from bestiary.verify.foreign import OWN
 from bestiary.verify.lab import Lab, count_layers
 from bestiary.verify.localise import ModuleMap, Pair, layer_of, pairs, trace_ours
 from bestiary.verify.measure import max_over_std
@@ -135,7 +136,7 @@ def plan(lab: Lab) -> list[Check]:
     for case in lab.cases:
         checks += [
             Check(f"{case}/finite", partial(_finite, lab, case)),
-            Check(f"{case}/aligned", partial(_aligned, lab, case)),
+            Check(f"{case}/aligned", partial(_aligned, lab, case), needs=(OWN,)),
             Check(f"{case}/embedding and norm", partial(_compare_modules, lab, case, None)),
             *(
                 Check(f"{case}/layer{index}", partial(_compare_modules, lab, case, index), index)
@@ -146,7 +147,7 @@ def plan(lab: Lab) -> list[Check]:
             Check(f"{case}/second seed", partial(_second_seed, lab, case)),
         ]
         if lab.isolate:
-            checks.append(Check(f"{case}/isolated", partial(_isolated, lab, case)))
+            checks.append(Check(f"{case}/isolated", partial(_isolated, lab, case), needs=(OWN,)))
     first = next(iter(lab.cases))
     checks += [
         Check(f"{first}/control", partial(_control, lab, first)),

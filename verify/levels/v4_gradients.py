@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bestiary.models import Decoder
 from bestiary.verify.checks import Check, Outcome, Replay, failed, holds, judged, passed
+from bestiary.verify.foreign import OWN
 from bestiary.verify.inputs import Inputs
 from bestiary.verify.lab import Lab
 from bestiary.verify.localise import layer_of
@@ -27,14 +28,18 @@ def our_loss(model: Decoder, inputs: Inputs) -> dict[str, Any]:
     return dict(model(**inputs.kwargs()))
 
 
-def _loss_through_logits(model: Decoder, inputs: Inputs) -> dict[str, Any]:
-    """Cross entropy outside the model: the path of a trainer that wants logits."""
+def _loss_through_logits(coefficient: float, model: Decoder, inputs: Inputs) -> dict[str, Any]:
+    """Cross entropy outside the model: the path of a trainer that wants logits.
+
+    Args:
+        coefficient: of the router's loss.
+    """
     output = dict(model(**inputs.kwargs(), return_logits=True))
     labels = inputs.kwargs()["labels"]
     logits = output["logits"][:, :-1].flatten(0, 1)
     loss = F.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
     if "aux_loss" in output:
-        loss = loss + model.decoder_config.router_aux_loss_coef * output["aux_loss"]
+        loss = loss + coefficient * output["aux_loss"]
     return {**output, "loss": loss}
 
 
@@ -48,7 +53,7 @@ def backward(
         output.retain_grad()
         taps.append(output)
 
-    handle = model.get_input_embeddings().register_forward_hook(tap)
+    handle = model.get_submodule("model.embed_tokens").register_forward_hook(tap)
     try:
         model.zero_grad(set_to_none=True)
         output = loss(model, inputs)
@@ -56,7 +61,7 @@ def backward(
     finally:
         handle.remove()
     gradients: Gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    gradients[EMBEDS] = taps[0].grad
+    gradients[EMBEDS] = taps[0].grad if taps else None
     model.zero_grad(set_to_none=True)
     return {key: value.detach() for key, value in output.items() if isinstance(value, Tensor)}, gradients
 
@@ -140,6 +145,11 @@ def _all(lab: Lab, case: str, inputs: Inputs, loss: Callable[[Decoder, Inputs], 
     return judged(figures[worst], lab.gates["V4"], detail=worst, replay=Replay(case, inputs))
 
 
+def _through_logits(lab: Lab, case: str) -> Outcome:
+    coefficient = lab.decoder_config(case).router_aux_loss_coef
+    return _all(lab, case, lab.probe(case), partial(_loss_through_logits, coefficient))
+
+
 def _checkpointed(lab: Lab, case: str) -> Outcome:
     model = lab.model(case)
     before = model.is_gradient_checkpointing
@@ -174,11 +184,10 @@ def plan(lab: Lab) -> list[Check]:
             Check(f"{case}/every parameter", partial(_same_parameters, lab, case, ours)),
         ]
     first = next(iter(lab.cases))
-    inputs = lab.probe(first)
     checks += [
-        Check(f"{first}/through logits", partial(_all, lab, first, inputs, _loss_through_logits)),
-        Check(f"{first}/checkpointed", partial(_checkpointed, lab, first)),
-        Check(f"{first}/padded", partial(_padded, lab, first)),
+        Check(f"{first}/through logits", partial(_through_logits, lab, first), needs=("return_logits",)),
+        Check(f"{first}/checkpointed", partial(_checkpointed, lab, first), needs=(OWN,)),
+        Check(f"{first}/padded", partial(_padded, lab, first), needs=("attention_mask",)),
     ]
     return checks
 

@@ -204,7 +204,7 @@ def _packed_loss(lab: Lab, case: str) -> Outcome:
 def _decoded(lab: Lab, case: str, ids: Tensor, chunks: Sequence[int], mask: Tensor | None = None) -> Tensor:
     """Our logits of `ids` fed in `chunks` through one cache."""
     model = lab.model(case)
-    cache = Cache(model.decoder_config)
+    cache = Cache(lab.decoder_config(case))
     found, start = [], 0
     for count in chunks:
         end = start + count
@@ -267,7 +267,7 @@ def _cache_reordered(lab: Lab, case: str) -> Outcome:
     model, window = lab.model(case), _window(lab, case)
     ids = lab.inputs(lab.cases[case], batch=3, length=window + 6, salt=9).input_ids
     order = torch.tensor([2, 0, 2])
-    cache = Cache(model.decoder_config)
+    cache = Cache(lab.decoder_config(case))
     with torch.no_grad():
         model(ids[:, : window + 2], past_key_values=cache, use_cache=True)
         cache.reorder(order)
@@ -294,7 +294,7 @@ def _one_row(lab: Lab, case: str) -> Outcome:
 def _embeddings(lab: Lab, case: str) -> Outcome:
     inputs = lab.probe(case)
     with torch.no_grad():
-        embedded = lab.model(case).get_input_embeddings()(inputs.input_ids)
+        embedded = lab.model(case).get_submodule("model.embed_tokens")(inputs.input_ids)
         ours = lab.model(case)(inputs_embeds=embedded)["logits"]
     return _judge(lab, ours, lab.hf(case).logits(inputs))
 
@@ -326,40 +326,55 @@ def _items(lab: Lab, case: str) -> Outcome:
     return judged(float((ours - theirs).abs() / theirs.abs()), lab.gates["V5"])
 
 
+MASK, POSITIONS = ("attention_mask",), ("position_ids",)
+DOCUMENTS = (*POSITIONS, "cu_seq_lens_q")
+"""A module that takes the borders of documents also tells them apart by positions that restart."""
+BORDERS = ("cu_seq_lens_q", "max_length_q")
+CACHE = ("past_key_values", "use_cache")
+
+
 def plan(lab: Lab) -> list[Check]:
     """Every kind of input, on two configs with different windows and layer patterns."""
     checks = []
     for case in [name for name in CASES if name in lab.cases] or [lab.main_case]:
         window = _window(lab, case)
         checks += [Check(f"{case}/length {n}", partial(_length, lab, case, n)) for n in lengths(window)]
-        checks += [Check(f"{case}/offset {n}", partial(_offset, lab, case, n)) for n in OFFSETS]
-        checks.append(Check(f"{case}/offset by row", partial(_offset_by_row, lab, case)))
+        checks += [Check(f"{case}/offset {n}", partial(_offset, lab, case, n), needs=POSITIONS) for n in OFFSETS]
+        checks.append(Check(f"{case}/offset by row", partial(_offset_by_row, lab, case), needs=POSITIONS))
         for side in ("left", "right"):
             checks += [
-                Check(f"{case}/{side} padding", partial(_padding, lab, case, side)),
-                Check(f"{case}/{side} padding, same mask", partial(_padding_like_hf, lab, case, side)),
-                Check(f"{case}/{side} padding content", partial(_padding_content, lab, case, side)),
+                Check(f"{case}/{side} padding", partial(_padding, lab, case, side), needs=MASK),
+                Check(
+                    f"{case}/{side} padding, same mask",
+                    partial(_padding_like_hf, lab, case, side),
+                    needs=(*MASK, *POSITIONS),
+                ),
+                Check(f"{case}/{side} padding content", partial(_padding_content, lab, case, side), needs=MASK),
             ]
         checks += [
-            Check(f"{case}/mask with holes", partial(_holes, lab, case)),
-            Check(f"{case}/full mask", partial(_full_mask, lab, case)),
-            Check(f"{case}/packed", partial(_packed_positions, lab, case, 1)),
-            Check(f"{case}/packed, two rows", partial(_packed_positions, lab, case, 2)),
-            Check(f"{case}/packed by borders", partial(_packed_borders, lab, case)),
-            Check(f"{case}/packed loss", partial(_packed_loss, lab, case)),
+            Check(f"{case}/mask with holes", partial(_holes, lab, case), needs=MASK),
+            Check(f"{case}/full mask", partial(_full_mask, lab, case), needs=MASK),
+            Check(f"{case}/packed", partial(_packed_positions, lab, case, 1), needs=DOCUMENTS),
+            Check(f"{case}/packed, two rows", partial(_packed_positions, lab, case, 2), needs=DOCUMENTS),
+            Check(
+                f"{case}/packed by borders",
+                partial(_packed_borders, lab, case),
+                needs=BORDERS,
+            ),
+            Check(f"{case}/packed loss", partial(_packed_loss, lab, case), needs=(*DOCUMENTS, "num_items_in_batch")),
             *(
-                Check(f"{case}/cached, {kind}", partial(_cached, lab, case, kind))
+                Check(f"{case}/cached, {kind}", partial(_cached, lab, case, kind), needs=CACHE)
                 for kind in ("steps", "long prefill", "chunks")
             ),
-            Check(f"{case}/cached, ours in one piece", partial(_cached_against_ours, lab, case)),
-            Check(f"{case}/cached on both sides", partial(_cached_on_both, lab, case)),
-            Check(f"{case}/cached, left padding", partial(_cached_padded, lab, case)),
-            Check(f"{case}/cache reordered", partial(_cache_reordered, lab, case)),
+            Check(f"{case}/cached, ours in one piece", partial(_cached_against_ours, lab, case), needs=CACHE),
+            Check(f"{case}/cached on both sides", partial(_cached_on_both, lab, case), needs=CACHE),
+            Check(f"{case}/cached, left padding", partial(_cached_padded, lab, case), needs=(*CACHE, *MASK)),
+            Check(f"{case}/cache reordered", partial(_cache_reordered, lab, case), needs=CACHE),
             Check(f"{case}/permuted batch", partial(_permuted, lab, case)),
             Check(f"{case}/one row", partial(_one_row, lab, case)),
-            Check(f"{case}/inputs_embeds", partial(_embeddings, lab, case)),
-            Check(f"{case}/logits_to_keep", partial(_kept, lab, case)),
-            Check(f"{case}/log_probs", partial(_log_probs, lab, case)),
-            Check(f"{case}/num_items_in_batch", partial(_items, lab, case)),
+            Check(f"{case}/inputs_embeds", partial(_embeddings, lab, case), needs=("inputs_embeds",)),
+            Check(f"{case}/logits_to_keep", partial(_kept, lab, case), needs=("logits_to_keep",)),
+            Check(f"{case}/log_probs", partial(_log_probs, lab, case), needs=("temperature",)),
+            Check(f"{case}/num_items_in_batch", partial(_items, lab, case), needs=("num_items_in_batch",)),
         ]
     return checks

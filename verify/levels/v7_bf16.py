@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bestiary.models import Decoder, DecoderConfig
-from bestiary.models.layers.norm import RMSNorm
 from bestiary.models.layers.rotary import RotaryTable
 from bestiary.verify.checks import Check, Outcome, failed, holds, judged, passed
+from bestiary.verify.foreign import OWN
 from bestiary.verify.inputs import Inputs, tokens
 from bestiary.verify.lab import Lab
 from bestiary.verify.localise import ModuleMap
@@ -35,6 +35,7 @@ from bestiary.verify.verdict import Exit
 SEEDS = 3
 LENGTH = 48
 FAR = 4096
+INPUTS = ("attention_mask", "position_ids")
 _TOPK = frozenset({torch.topk, torch.Tensor.topk})
 
 
@@ -176,9 +177,9 @@ def _errors(lab: Lab, case: str) -> Errors:
             with torch.no_grad():
                 with Routing(count, reference.chosen or None):
                     ours = model(**inputs.kwargs(), return_logits=True)["logits"]
-                embedded = model.model.embed_tokens(inputs.input_ids)
+                embedded = model.get_submodule("model.embed_tokens")(inputs.input_ids)
                 found.norms += _norm_errors(model, ModuleMap(lab.ours.current.module_map), reference)
-                found.tables += _table_errors(model.decoder_config, inputs.position_ids)
+                found.tables += _table_errors(lab.decoder_config(case), inputs.position_ids)
                 if reference.chosen:
                     with Routing(count) as free:
                         loose = model(**inputs.kwargs(), return_logits=True)["logits"]
@@ -206,7 +207,7 @@ def _norm_errors(model: Decoder, names: ModuleMap, reference: _Case) -> list[tup
     """Ours and Hugging Face's difference from the truth at each norm that both have."""
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, RMSNorm) and (theirs := names.theirs(name)) in reference.norms:
+        if (theirs := names.theirs(name)) in reference.norms:
             x, output, truth = reference.norms[theirs]
             found.append(((module(x).double() - truth).flatten(), (output.double() - truth).flatten()))
     return found
@@ -291,11 +292,11 @@ def plan(lab: Lab) -> list[Check]:
     checks = []
     for case in lab.cases:
         checks += [
-            Check(f"{case}/rms", partial(_rms, lab, case)),
-            Check(f"{case}/max", partial(_max, lab, case)),
-            Check(f"{case}/embedding", partial(_embedding, lab, case)),
-            *([Check(f"{case}/rope tables", partial(_tables, lab, case))] if _rotates(lab, case) else []),
-            Check(f"{case}/norms", partial(_norms, lab, case)),
-            Check(f"{case}/free", partial(_free, lab, case)),
+            Check(f"{case}/rms", partial(_rms, lab, case), needs=INPUTS),
+            Check(f"{case}/max", partial(_max, lab, case), needs=INPUTS),
+            Check(f"{case}/embedding", partial(_embedding, lab, case), needs=INPUTS),
+            *([Check(f"{case}/rope tables", partial(_tables, lab, case), needs=(OWN,))] if _rotates(lab, case) else []),
+            Check(f"{case}/norms", partial(_norms, lab, case), needs=INPUTS),
+            Check(f"{case}/free", partial(_free, lab, case), needs=INPUTS),
         ]
     return checks
