@@ -97,6 +97,11 @@ def build_self_test_parser() -> argparse.ArgumentParser:
     parser.add_argument("targets", nargs="*", metavar="FAMILY", help="model_type; default: every registered bridge")
     parser.add_argument("--all", action="store_true", help="every registered bridge")
     parser.add_argument("--catalogue", action="append", default=[], metavar="MODULE", help="a module with more bugs")
+    parser.add_argument(
+        "--matrix",
+        metavar="V0..V7",
+        help="ask these levels too about every bug, beside the one that must see it",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and inputs; default: 0")
     outputs.add_options(parser, "json", "report", "junit")
     parser.add_argument("--quiet", action="store_true", help="no progress lines on stderr")
@@ -204,7 +209,13 @@ def _self_test(args: argparse.Namespace) -> int:
     from bestiary.verify.self_test import self_test
 
     families = args.targets if args.targets and not args.all else list(registered_bridges())
-    result = self_test(families, catalogues=args.catalogue, seed=args.seed, progress=None if args.quiet else _progress)
+    result = self_test(
+        families,
+        catalogues=args.catalogue,
+        seed=args.seed,
+        progress=None if args.quiet else _progress,
+        matrix=args.matrix,
+    )
     _progress("")
     if not outputs.write_self_test(args, result):
         say(result.text())

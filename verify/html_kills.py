@@ -1,4 +1,7 @@
-"""The kill matrix of a self-test: planted bug × level, and benign rewrites that must raise no alarm."""
+"""The kill matrix of a self-test: planted bug × level, and benign rewrites that must raise no alarm.
+
+Where `--matrix` asked further levels a cell also says in how many families they saw the bug that they need not see.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ def kill_words(result: SelfTest) -> str:
 def kill_section(result: SelfTest) -> Html:
     """Sums a family and level, then every bug; problems first."""
     kills = [(family.family, kill) for family in result.families for kill in family.kills]
-    levels = sorted({kill.level for _, kill in kills}, key=lambda level: (not level.startswith("V"), level))
+    asked = {level for _, kill in kills for level in (kill.level, *kill.asked)}
+    levels = sorted(asked, key=lambda level: (not level.startswith("V"), level))
     named = sum(kill.named for _, kill in kills)
     killed = sum(kill.killed for _, kill in kills)
     return tag(
@@ -74,10 +78,19 @@ def _bugs(kills: Sequence[tuple[str, Kill]], levels: Sequence[str]) -> Html:
             hint = "; ".join(f"{family}: {_word(kill)}" for family, kill in here)
             found = sum(kill.killed for _, kill in here)
             doubtful = any(not kill.named for _, kill in here)
-            cells.append(_ratio(found, len(here), hint, doubtful=doubtful))
+            cells.append(_ratio(found, len(here), hint, doubtful=doubtful) if here else _also(own, level))
         label = tag("th", tag("code", bug), tag("small", own[0][1].cause), scope="row")
         rows.append(tag("tr", label, cells))
     return _grid(("planted bug", *levels), rows)
+
+
+def _also(own: Sequence[tuple[str, Kill]], level: str) -> Html:
+    """In how many families a level that need not see the bug sees it; a dot where none was asked."""
+    asked = [(family, level in kill.seen_by) for family, kill in own if level in kill.asked]
+    if not asked:
+        return tag("td", "·", class_="mute")
+    hint = "; ".join(f"{family}: {'sees it too' if seen else 'does not see it'}" for family, seen in asked)
+    return tag("td", f"({sum(seen for _, seen in asked)}/{len(asked)})", title=hint, class_="mute")
 
 
 def _word(kill: Kill) -> str:

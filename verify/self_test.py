@@ -24,7 +24,7 @@ from bestiary.verify.gates import GATE_VERSION
 from bestiary.verify.hypotheses import explain
 from bestiary.verify.planted import PlantedBug, catalogue_with
 from bestiary.verify.reference import ReferencePool
-from bestiary.verify.run import BadUsage, run
+from bestiary.verify.run import BadUsage, parse_levels, run
 from bestiary.verify.tiny import Raw, tiny_configs
 from bestiary.verify.verdict import Exit, Finding, Verdict
 
@@ -45,7 +45,12 @@ class _Strict(BaseModel):
 
 
 class Kill(_Strict):
-    """One bug planted in one family: whether its level found it, by which check, and which causes the verdict names."""
+    """One bug planted in one family: whether its level found it, by which check, and which causes the verdict names.
+
+    Attributes:
+        asked: other levels that ran on it for the whole kill matrix, on the tiny config of the kill.
+        seen_by: those of them that found it too.
+    """
 
     bug: str
     level: str
@@ -56,6 +61,8 @@ class Kill(_Strict):
     check: str = ""
     detail: str = ""
     causes: list[str] = Field(default_factory=list)
+    asked: list[str] = Field(default_factory=list)
+    seen_by: list[str] = Field(default_factory=list)
     seconds: float
 
 
@@ -149,10 +156,15 @@ def _rewrites(families: Sequence[FamilyResult]) -> set[str]:
 # ------------------------------------------------------------------ one family
 
 
-def plant(family: str, bug: PlantedBug, *, seed: int = 0, pool: ReferencePool | None = None) -> Kill:
+def plant(
+    family: str, bug: PlantedBug, *, seed: int = 0, pool: ReferencePool | None = None, matrix: str | None = None
+) -> Kill:
     """Runs the level of a planted bug: on the first tiny config it concerns, and on all of them if it survives there.
 
     A kill by fewer configs or checks is a kill by all: the rest could only add findings.
+
+    Args:
+        matrix: further levels, as `--level` takes them, to ask whether they see the bug too; None: its own alone.
     """
     start = time.perf_counter()
     shared = pool or ReferencePool()
@@ -164,6 +176,7 @@ def plant(family: str, bug: PlantedBug, *, seed: int = 0, pool: ReferencePool | 
     causes = [] if verdict is None else [hypothesis.mutation_id for hypothesis in verdict.hypotheses]
     by_check = any(part in text for part in bug.checks for text in found)
     first = findings[0] if findings else None
+    others = [] if matrix is None else [spec.id for spec in parse_levels(matrix) if spec.id != bug.level]
     return Kill(
         bug=bug.id,
         level=bug.level,
@@ -174,8 +187,24 @@ def plant(family: str, bug: PlantedBug, *, seed: int = 0, pool: ReferencePool | 
         check="" if first is None else first.check,
         detail="" if first is None else first.detail[:200],
         causes=causes,
+        asked=others,
+        seen_by=_seen_by(family, bug, others, seed, shared) if others else [],
         seconds=time.perf_counter() - start,
     )
+
+
+def _seen_by(family: str, bug: PlantedBug, levels: Sequence[str], seed: int, pool: ReferencePool) -> list[str]:
+    """Those of `levels` with a check that finds the bug, each run whatever the others say."""
+    cases = _first_case(family, bug)
+    seen = []
+    for level in levels:
+        try:
+            verdict = run(family, level, seed, cases=cases, mutate_ours=bug.ours, pool=pool)
+        except (AttributeError, ImportError, TypeError, KeyError):
+            continue  # cannot be planted, which the kill reports
+        if _killing(verdict):
+            seen.append(level)
+    return seen
 
 
 def _first_case(family: str, bug: PlantedBug) -> dict[str, Raw] | None:
@@ -234,8 +263,13 @@ def examine(
     *,
     seed: int = 0,
     progress: Progress | None = None,
+    matrix: str | None = None,
 ) -> FamilyResult:
-    """Runs a family untouched, then with each bug and each rewrite (None: all of `REWRITES`) that concerns it."""
+    """Runs a family untouched, then with each bug and each rewrite (None: all of `REWRITES`) that concerns it.
+
+    Args:
+        matrix: as for `plant`.
+    """
     start, say, pool = time.perf_counter(), progress or (lambda _: None), ReferencePool()
     bridge = get_bridge(family)
     say(f"{family} untouched")
@@ -245,7 +279,7 @@ def examine(
     for bug in bugs:
         if bug.concerns(bridge, configs):
             say(f"{family} {bug.id}")
-            kills.append(plant(family, bug, seed=seed, pool=pool))
+            kills.append(plant(family, bug, seed=seed, pool=pool, matrix=matrix))
     for benign in REWRITES if rewrites is None else rewrites:
         if any(benign.applies(config) for config in configs):
             say(f"{family} {benign.id}")
@@ -264,8 +298,8 @@ def examine(
 # ------------------------------------------------------------------ all of them
 
 
-def _work(family: str, catalogues: Sequence[str], seed: int) -> FamilyResult:
-    return examine(family, catalogue_with(catalogues), seed=seed)
+def _work(family: str, catalogues: Sequence[str], seed: int, matrix: str | None) -> FamilyResult:
+    return examine(family, catalogue_with(catalogues), seed=seed, matrix=matrix)
 
 
 def judge(families: Sequence[FamilyResult], *, seed: int, seconds: float) -> SelfTest:
@@ -310,6 +344,7 @@ def self_test(
     seed: int = 0,
     progress: Progress | None = None,
     workers: int | None = None,
+    matrix: str | None = None,
 ) -> SelfTest:
     """Plants the catalogue, and that of further modules, in each family.
 
@@ -319,20 +354,23 @@ def self_test(
         seed: of weights and inputs.
         progress: called with a line now and then.
         workers: processes; None: one a core, at most one a family.
+        matrix: levels, as `--level` takes them, that are asked about every bug beside its own; None: none.
     Raises:
+        BadUsage: `matrix` names no level.
         BadCatalogue: a module that cannot be used.   UnsupportedModelType: an unknown family.
     """
     start = time.perf_counter()
     bugs = catalogue_with(catalogues)
+    parse_levels(matrix)
     for family in families:
         get_bridge(family)
     count = min(len(families), cores()) if workers is None else workers
     results: list[FamilyResult] = []
     if count <= 1:
-        results = [examine(family, bugs, seed=seed, progress=progress) for family in families]
+        results = [examine(family, bugs, seed=seed, progress=progress, matrix=matrix) for family in families]
     else:
         with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
-            futures = [pool.submit(_work, family, catalogues, seed) for family in families]
+            futures = [pool.submit(_work, family, catalogues, seed, matrix) for family in families]
             for future in futures:
                 results.append(future.result())
                 if progress is not None:

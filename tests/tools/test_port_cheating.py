@@ -12,7 +12,9 @@ import pytest
 
 import bestiary.verify.levels as levels
 from bestiary.bridges import get_bridge
+from bestiary.models import Decoder
 from bestiary.tools.cli import main
+from bestiary.tools.port import judge
 from bestiary.tools.port.check import _expected
 from bestiary.tools.port.create import create_plugin
 from bestiary.tools.port.fresh import fresh_configs
@@ -21,9 +23,12 @@ from bestiary.tools.port.judge import constant_output
 from bestiary.tools.port.snapshot import Seen, replaced, take
 from bestiary.tools.port.state import Port, find
 from bestiary.verify import gates
+from bestiary.verify.planted.patching import override
+from bestiary.verify.reference import Reference
+from bestiary.verify.run import run
 from bestiary.verify.skeleton import analyse
 from bestiary.verify.tiny import tiny_configs
-from bestiary.verify.verdict import report
+from bestiary.verify.verdict import Verdict, report
 from tests.verify.verdicts import level, verdict
 
 COMPLETE = Path(__file__).with_name("cwm_bridge.py")
@@ -193,6 +198,30 @@ def test_a_verdict_without_a_level_is_not_the_one_that_was_asked_for(port: Port)
 def test_an_honest_family_depends_on_its_weights_and_tokens() -> None:
     bridge = get_bridge("qwen3")
     assert constant_output(bridge, tiny_configs(bridge.reference)["base"], 3) == []
+
+
+@pytest.mark.parametrize(("by_heart", "found"), [(True, 1), (False, 0)])
+def test_answers_learnt_by_heart_are_told_from_answers_that_are_always_wrong(
+    monkeypatch: pytest.MonkeyPatch, by_heart: bool, found: int
+) -> None:
+    """The cheat knows the weights that the loop's seed draws for the known configs, and is right with those alone."""
+    bridge, seed, table = get_bridge("qwen3"), 5, "model.embed_tokens.weight"
+    base = tiny_configs(bridge.reference)["base"]
+    drawn = (judge.OFFICIAL_SEED, judge.OFFICIAL_SEED + 1) if by_heart else ()
+    known = {float(Reference(bridge.reference, base, one).state()[table][0, 0]) for one in drawn}
+
+    def look_up(model: Decoder) -> None:
+        if float(model.get_parameter(table).detach()[0, 0]) not in known:
+            normed = model.model.norm.forward
+            override(model.model.norm, lambda x: 1.5 * normed(x))
+
+    def cheating(model_type: str, levels: str, one: int) -> Verdict:
+        return run(model_type, levels, one, cases={"base": base}, mutate_ours=lambda side: side.model(look_up))
+
+    monkeypatch.setattr(judge, "run", cheating)
+    told = judge.learnt_by_heart("qwen3", cheating("qwen3", "V2", seed), seed)
+    assert len(told) == found
+    assert all("passes with seed 0 and fails on the same configs with seed 5" in one for one in told)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss"])

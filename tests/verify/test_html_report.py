@@ -133,6 +133,17 @@ def test_the_kill_matrix_shows_each_bug_under_its_level_and_survivors_first():
     assert "gemma3_text: survives" in cells[1][0]
 
 
+def test_the_kill_matrix_shows_which_other_levels_see_a_bug_where_they_were_asked():
+    result = self_test()
+    for family, seen in zip(result.families, (["V4"], []), strict=True):
+        family.kills[0].asked, family.kills[0].seen_by = ["V4", "V6"], seen
+    page = html_report(report([verdict()]), result)
+    row = page[page.index("<code>C01_gate_up") :].partition("</tr>")[0]
+    cells = re.findall(r'<td(?: title="([^"]*)")? class="\w+">([^<]*)</td>', row)
+    assert [shown for _, shown in cells] == ["2/2", "(1/2)", "·", "(0/2)"]  # V2, V4, V5, V6
+    assert "qwen3: sees it too; gemma3_text: does not see it" in cells[1][0]
+
+
 def test_checks_that_fail_alike_are_one_row_that_counts_them():
     text = " ".join(read(html_report(report([failing(190)]))).text)
     assert "Checks that did not pass, 1330" in text

@@ -371,6 +371,14 @@ def test_the_command_reports_a_survivor_and_leaves_out_what_does_not_concern_the
     assert [kill["killed"] for kill in written["families"][0]["kills"]] == [True, False]
 
 
+def test_a_kill_matrix_says_which_other_levels_see_a_bug_and_which_do_not():
+    pool = ReferencePool()
+    swapped = plant("qwen3", BY_ID["C01_gate_up_swapped"], pool=pool, matrix="V0,V2,V6")
+    assert (swapped.level, swapped.asked, swapped.seen_by) == ("V2", ["V0", "V6"], ["V6"])
+    narrow = plant("qwen3", BY_ID["H48a_rope_table_in_bf16"], pool=pool, matrix="V0..V2")
+    assert (narrow.level, narrow.asked, narrow.seen_by) == ("V6", ["V0", "V1", "V2"], [])
+
+
 def test_the_command_refuses_an_unknown_family_and_an_unknown_catalogue(capsys):
     assert main(["self-test", "no_such_family"]) == Exit.REFUSED
     assert main(["self-test", "qwen3", "--catalogue", "no_such_module"]) == Exit.USAGE
