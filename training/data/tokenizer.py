@@ -283,6 +283,10 @@ class BaseHFModelTokenizer:
 
     # Identity
 
+    def forget_fingerprint(self) -> None:
+        """To be called after tokens were added: the fingerprint is made anew."""
+        self.__dict__.pop("fingerprint", None)
+
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """What this tokenizer is; computed once."""

@@ -1,0 +1,84 @@
+"""How well items are ranked: over the whole catalogue, never over a sample of it, with one right item a user."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bestiary.training.data.errors import SampleRefused
+
+Item = TypeVar("Item")
+NOT_RANKED = 0
+
+
+def ranks_by_score(scores: NDArray[np.floating], targets: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Rank of each user's item, from 1; items with an equal score stand before it, so that a constant gains nothing.
+
+    Args:
+        scores: (users, items).   targets: (users,).
+    """
+    own = scores[np.arange(len(targets)), targets][:, None]
+    return np.asarray((scores >= own).sum(1), np.int64)
+
+
+def ranks_in_lists(lists: Sequence[Sequence[int]], targets: Sequence[int]) -> NDArray[np.int64]:
+    """Rank of each user's item in a ranked list, from 1; `NOT_RANKED` where it is not in it."""
+    found = (
+        list(items).index(target) + 1 if target in items else 0 for items, target in zip(lists, targets, strict=True)
+    )
+    return np.fromiter(found, np.int64)
+
+
+def recall_at(ranks: NDArray[np.int64], k: int) -> float:
+    """Share of users whose item stands among the first k (also called hit rate)."""
+    return float(((ranks != NOT_RANKED) & (ranks <= k)).mean())
+
+
+def ndcg_at(ranks: NDArray[np.int64], k: int) -> float:
+    """Mean of 1 / log2(rank + 1) where the item stands among the first k, else 0."""
+    hit = (ranks != NOT_RANKED) & (ranks <= k)
+    return float(np.where(hit, 1.0 / np.log2(np.maximum(ranks, 1) + 1.0), 0.0).mean())
+
+
+def mean_reciprocal_rank(ranks: NDArray[np.int64]) -> float:
+    """Mean of 1 / rank, 0 where the item is not ranked."""
+    return float(np.where(ranks != NOT_RANKED, 1.0 / np.maximum(ranks, 1), 0.0).mean())
+
+
+def coverage(lists: Sequence[Sequence[int]], items: int) -> float:
+    """Share of the catalogue that is shown to anybody."""
+    return len({item for shown in lists for item in shown}) / items
+
+
+@dataclass(frozen=True)
+class LeaveOneOut(Generic[Item]):
+    """Histories without their last two events, and the two tasks made of these.
+
+    Attributes:
+        training: user → history.
+        validation, test: user → (history, the event that follows); test's history holds validation's event.
+    """
+
+    training: Mapping[str, Sequence[Item]]
+    validation: Mapping[str, tuple[Sequence[Item], Item]]
+    test: Mapping[str, tuple[Sequence[Item], Item]]
+
+
+def leave_one_out(histories: Mapping[str, Sequence[Item]]) -> LeaveOneOut[Item]:
+    """The last event of each user for the test, the one before for validation; short histories only train.
+
+    Raises:
+        SampleRefused: an empty history.
+    """
+    if empty := [user for user, events in histories.items() if not len(events)]:
+        raise SampleRefused(f"user {empty[0]!r} has no events.")
+    long = {user: events for user, events in histories.items() if len(events) >= 3}
+    return LeaveOneOut(
+        training={user: events[:-2] if user in long else events for user, events in histories.items()},
+        validation={user: (events[:-2], events[-2]) for user, events in long.items()},
+        test={user: (events[:-1], events[-1]) for user, events in long.items()},
+    )
