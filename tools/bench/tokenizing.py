@@ -29,7 +29,7 @@ exit codes: 0 the goal holds, 1 it is missed, 5 too noisy to tell, 7 usage or en
 
 BATCH = 64
 # file, columns of prompt and completion, the least share of the bare tokenizer's rate
-CORPORA = (
+CORPORA: tuple[tuple[str, dict[str, str], float], ...] = (
     ("t0_subset.jsonl.gz", {}, 0.5),
     ("gsm8k_train.jsonl", {"prompt": "question", "completion": "answer"}, 0.5),
 )
