@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from bestiary.tools.arguments import USAGE_ERROR, write_json
+from bestiary.tools.data_commands import add_data
 from bestiary.tools.port.commands import add_port
 
 DESCRIPTION = """\
@@ -22,6 +23,7 @@ examples:
   bestiary export ./checkpoint ./exported            read a checkpoint, write Hugging Face safetensors
   bestiary export ./checkpoint ./exported --dtype bfloat16 --overwrite
   bestiary port new llama --plugin ./bestiary-llama  a new architecture; then port check, port status
+  bestiary data inspect run.yaml --html data.html    what of your data is trained, and what is wrong with it
 
 exit codes: 0 done, 2 keys or shapes, 4 refused as unsupported, 6 a port breaks its rules, 7 usage or environment"""
 
@@ -34,6 +36,9 @@ examples:
   bestiary export ./adapter ./merged --merge           a PEFT adapter folded into its base
   bestiary export ./gpt-oss-mxfp4 ./gpt-oss-bf16       MXFP4 experts become their exact bf16 values
   bestiary export ./tuned ./spliced --into ./original  text weights put back into a copy of a multimodal checkpoint"""
+
+
+_GROUPS = ("port", "data")  # commands that have commands
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--into", metavar="ORIGINAL", help="splice the text weights into a copy of this checkpoint")
     export.set_defaults(run=_run_export)
     add_port(commands, _add_command)
+    add_data(commands, _add_command)
     return parser
 
 
@@ -78,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from bestiary.kernels.errors import BestiaryError
 
     try:
-        payload = args.run(args, partial(_say, args)) if args.command == "port" else args.run(args)
+        payload = args.run(args, partial(_say, args)) if args.command in _GROUPS else args.run(args)
     except BestiaryError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         told = {name: getattr(error, name) for name in ("what", "read_from", "remedy")}
@@ -104,7 +110,7 @@ def _add_command(commands: Any, name: str, what: str, examples: str) -> argparse
 
 
 def _write(args: argparse.Namespace, payload: dict[str, Any]) -> None:
-    command = f"port_{args.action}" if args.command == "port" else args.command
+    command = f"{args.command}_{args.action}" if args.command in _GROUPS else args.command
     write_json(args.json, {"schema": f"bestiary.{command}/1", **payload})
 
 
