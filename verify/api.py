@@ -18,6 +18,7 @@ from bestiary.verify.checkpoint import run_checkpoint
 from bestiary.verify.foreign import OPTION, load_factory
 from bestiary.verify.gates import Gates
 from bestiary.verify.hypotheses import explain
+from bestiary.verify.placing import usable
 from bestiary.verify.reference import ReferencePool
 from bestiary.verify.run import BadUsage, run
 from bestiary.verify.tiny import Raw
@@ -40,6 +41,7 @@ def verify(
     pool: ReferencePool | None = None,
     work: str | Path | None = None,
     ours: str | None = None,
+    device: str = "cpu",
 ) -> Verdict:
     """Verifies a family on tiny configs, or a checkpoint folder on its own weights.
 
@@ -59,12 +61,13 @@ def verify(
         progress: called with a line before each level.
         work: checkpoint: folder for what a killed run leaves; None: in the user's cache folder.
         pool: references that earlier calls built, to share them.
+        device: where both sides compute: "cpu", "cuda" or "cuda:N"; level K runs on the CPU.
         ours: family: "package.module:factory" of another implementation; see `bestiary.verify.foreign`.
     Raises:
-        UnsupportedModelType, CheckpointNotFound, BadUsage, GateError: nothing can be verified so.
+        UnsupportedModelType, CheckpointNotFound, BadUsage, GateError, NoDevice, BadFactory: nothing can be verified so.
     """
     gates = Gates().tightened(tighten)
-    foreign = None if ours is None else load_factory(ours)
+    foreign, place = None if ours is None else load_factory(ours), usable(device)
     if is_checkpoint(str(target)):
         if foreign is not None:
             raise BadUsage(f"{OPTION} {ours} with the checkpoint {target}.", remedy="name the family, e.g. qwen3")
@@ -77,6 +80,7 @@ def verify(
             progress=progress,
             work=None if work is None else Path(work),
             levels=None if level is None else level.split(","),
+            device=place,
         )
     return run(
         str(target),
@@ -91,6 +95,7 @@ def verify(
         explain=explain,
         progress=progress,
         foreign=foreign,
+        device=place,
     )
 
 

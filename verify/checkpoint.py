@@ -34,6 +34,7 @@ from bestiary.verify.hashes import altered_files, own_hashes, patched_functions,
 from bestiary.verify.inputs import tokens
 from bestiary.verify.levels import v8_checkpoint
 from bestiary.verify.measure import bit_equal
+from bestiary.verify.placing import CPU
 from bestiary.verify.reference import quiet, reference_class
 from bestiary.verify.run import BadUsage, environment
 from bestiary.verify.verdict import WORDS, Exit, Level, Verdict, first_present
@@ -217,6 +218,7 @@ def run_checkpoint(
     progress: Callable[[str], None] | None = None,
     work: Path | None = None,
     levels: Collection[str] | None = None,
+    device: torch.device = CPU,
 ) -> Verdict:
     """Verifies a checkpoint folder or hub id: V0 and V1 on its files, V8 on its layers and logits in float32.
 
@@ -250,6 +252,7 @@ def run_checkpoint(
             choose_tokens(config, token_ids, seed),
             gates or Gates(),
             work=work,
+            device=device,
         )
         results, codes = _levels(bench, chosen, keep_going, progress or (lambda _: None))
     reference = reference_class(bridge.reference)
@@ -265,7 +268,7 @@ def run_checkpoint(
         scope="full" if chosen == known else "partial",
         gate_version=GATE_VERSION,
         official=dict(bench.gates.table) == dict(OFFICIAL),
-        env=environment(),
+        env=environment(device),
         hashes={
             **own_hashes(bridge.config_from_hf.__module__, json.dumps(raw, sort_keys=True)),
             "transformers": reference_hash(),

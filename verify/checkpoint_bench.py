@@ -20,6 +20,7 @@ from bestiary.models import DecoderConfig
 from bestiary.verify.gates import GATE_VERSION, Gates
 from bestiary.verify.hashes import PACKAGE, digest, own_hashes
 from bestiary.verify.inputs import Inputs
+from bestiary.verify.placing import CPU
 from bestiary.verify.profiles import position_errors, record, rounded
 from bestiary.verify.reference import quiet, reference_class
 from bestiary.verify.stream import EMBEDDING, HEAD, Streamed, stream
@@ -39,6 +40,7 @@ class Bench:
         scratch: a folder for files of this run.
         work: where the state of a streamed comparison is kept; None: the user's cache folder.
         progress: called with a line before each layer.
+        device: where the layers of V8 compute.
     """
 
     folder: Path
@@ -49,6 +51,7 @@ class Bench:
     gates: Gates
     work: Path | None = None
     progress: Callable[[str], None] = lambda _: None
+    device: torch.device = CPU
     keys: Keys = field(default_factory=Keys)
     profiles: list[Profile] = field(default_factory=list)
     _plan: Plan | KeyMismatch | None = None
@@ -134,11 +137,12 @@ class Bench:
             **own_hashes(self.bridge.config_from_hf.__module__, ""),
             "reference": _reference_hash(self.bridge.reference),
             "gate_version": str(GATE_VERSION),
+            "device": str(self.device),
         }
         state = StateFile(self.work, self.folder, fingerprint(self.folder, self.token_ids, self.raw, hashes))
         with quiet():
-            theirs = StreamedReference(self.bridge.reference, self.folder)
-            ours = StreamedDecoder(self.bridge, self.config, self.plan(), self.folder)
+            theirs = StreamedReference(self.bridge.reference, self.folder, self.device)
+            ours = StreamedDecoder(self.bridge, self.config, self.plan(), self.folder, self.device)
             inputs = {name: self.inputs(name) for name in self.input_names}
             result = stream(theirs, ours, inputs, state, self.progress)
         for name, (mine, reference) in result.logits.items():

@@ -73,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", metavar="FILE", help="verify on this config.json in place of the tiny ones")
     parser.add_argument("--isolate", action="store_true", help="run our forward where transformers' models are blocked")
+    parser.add_argument("--device", default="cpu", metavar="DEVICE", help="where both sides compute: cpu, cuda, cuda:N")
     parser.add_argument(
         "--ours",
         metavar="MODULE:FACTORY",
@@ -194,6 +195,7 @@ def _verify(args: argparse.Namespace) -> int:
         tokens=args.tokens,
         work=args.work,
         ours=args.ours,
+        device=args.device,
         progress=None if args.quiet else _progress,
     )
     _progress("")

@@ -185,7 +185,7 @@ class _Reached(Exception):
 
     def __init__(self, output: Any) -> None:
         super().__init__()
-        self.output: Tensor = output[0] if isinstance(output, tuple) else output
+        self.output: Tensor = (output[0] if isinstance(output, tuple) else output).cpu()
 
 
 def _screen(evidence: Evidence) -> _Comparison | None:

@@ -91,6 +91,11 @@ class Lab:
             self._folder = None
 
     @property
+    def device(self) -> torch.device:
+        """Where both sides compute."""
+        return self.ours.device
+
+    @property
     def main_case(self) -> str:
         """The first tiny config, on which levels run that need one only."""
         return next(iter(self.cases))

@@ -122,13 +122,13 @@ def teacher_forced(model: nn.Module, reference: Trace, names: ModuleMap, inputs:
 
     def feed(hidden: Tensor) -> Any:
         def hook(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (hidden.to(args[0].dtype), *args[1:])
+            return (hidden.to(args[0]), *args[1:])
 
         return hook
 
     def keep(index: int) -> Any:
         def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-            outputs[index] = (output[0] if isinstance(output, tuple) else output).detach()
+            outputs[index] = (output[0] if isinstance(output, tuple) else output).detach().cpu()
 
         return hook
 

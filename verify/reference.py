@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bestiary.verify.inputs import Inputs
+from bestiary.verify.placing import CPU, moved, placed
 from bestiary.verify.tracing import Trace, traced
 from bestiary.verify.weights import Store, centred, perturb
 
@@ -134,6 +135,7 @@ class Reference:
         dtype: float64 (promoted) or float32 (plain).
         mutate: planted change of the model, applied after the weights are set.
         store: weights shared with other references.
+        device: where it computes; its answers come back to the CPU.
 
     Attributes:
         model: the module.   config: its config object.
@@ -148,6 +150,7 @@ class Reference:
         dtype: torch.dtype = torch.float64,
         mutate: Callable[[nn.Module], None] | None = None,
         store: Store | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.dtype = dtype
         self.model = build(reference, raw, dtype, initialised=False)
@@ -157,6 +160,7 @@ class Reference:
         perturb(self.model, seed, store if mutate is None else None)
         if mutate is not None:
             mutate(self.model)
+        placed(self.model, device)
         self._memo: dict[tuple[str, str], Any] = {}
         self._bare = [
             module
@@ -265,8 +269,8 @@ class Reference:
                     output["loss"].backward()
             finally:
                 handle.remove()
-            grads = {name: parameter.grad for name, parameter in self.model.named_parameters()}
-            grads["inputs_embeds"] = taps[0].grad
+            grads = {name: moved(parameter.grad, CPU) for name, parameter in self.model.named_parameters()}
+            grads["inputs_embeds"] = moved(taps[0].grad, CPU)
             self.model.zero_grad(set_to_none=True)
             plain = {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
             return plain, grads
@@ -275,9 +279,14 @@ class Reference:
 
 
 class ReferencePool:
-    """References shared between levels and between runs (self-test plants many bugs in front of the same ones)."""
+    """References shared between levels and between runs (self-test plants many bugs in front of the same ones).
 
-    def __init__(self) -> None:
+    Args:
+        device: where they compute.
+    """
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.device = device
         self._built: dict[str, Reference] = {}
         self._remembered: dict[Hashable, Any] = {}
         self._weights: Store = {}
@@ -301,5 +310,7 @@ class ReferencePool:
         """The reference of this config and seed, built at first use."""
         key = json.dumps([reference, raw, seed, str(dtype)], sort_keys=True)
         if key not in self._built:
-            self._built[key] = Reference(reference, raw, seed, dtype=dtype, mutate=mutate, store=self._weights)
+            self._built[key] = Reference(
+                reference, raw, seed, dtype=dtype, mutate=mutate, store=self._weights, device=self.device
+            )
         return self._built[key]

@@ -29,6 +29,7 @@ from bestiary.verify.hashes import (
 from bestiary.verify.lab import Lab
 from bestiary.verify.levels import REGISTRY, LevelSpec
 from bestiary.verify.localise import localise
+from bestiary.verify.placing import CPU
 from bestiary.verify.reference import ReferencePool, quiet
 from bestiary.verify.side import MutateOurs, MutateTheirs, OurSide, TheirSide
 from bestiary.verify.tiny import FROM_DEFAULTS, Raw, completed, tiny_configs
@@ -88,15 +89,15 @@ def parse_levels(text: str | None) -> list[LevelSpec]:
     return [spec for spec in REGISTRY if spec.id in wanted]
 
 
-def environment() -> dict[str, str]:
-    """Versions, threads and machine kind of this process."""
+def environment(device: torch.device = CPU) -> dict[str, str]:
+    """Versions, threads and machine kind of this process, and where the models computed."""
     from importlib.metadata import version
 
     return {
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "python": platform.python_version(),
-        "device": "cpu",
+        "device": device.type if device == CPU else f"{device} ({torch.cuda.get_device_name(device)})",
         "machine": platform.machine(),
         "threads": str(torch.get_num_threads()),
     }
@@ -118,6 +119,7 @@ def run(
     explain: Explain | None = None,
     progress: Callable[[str], None] | None = None,
     foreign: Foreign | None = None,
+    device: torch.device = CPU,
 ) -> Verdict:
     """Verifies one family on tiny configs.
 
@@ -136,6 +138,7 @@ def run(
         explain: names causes of a divergence (planted-bug replay).
         progress: called with a line before each level.
         foreign: an implementation of somebody else's, verified in place of ours.
+        device: where both sides compute; level K has implementations of its own for the CPU and runs there.
     Returns:
         The verdict. Errors of usage (unknown family, level or pattern) are raised.
     Raises:
@@ -143,6 +146,10 @@ def run(
     """
     start = time.perf_counter()
     specs = parse_levels(levels)
+    shared = ReferencePool(device) if pool is None else pool
+    if shared.device != device:
+        told = f"a pool of references on {shared.device} for a run on {device}."
+        raise BadUsage(told, remedy="a pool for each device")
     bridge = get_bridge(family)
     lab = Lab(
         family=family,
@@ -150,11 +157,11 @@ def run(
         cases=tiny_configs(bridge.reference)
         if cases is None
         else {name: completed(bridge.reference, raw) for name, raw in cases.items()},
-        ours=OurSide(bridge, foreign),
+        ours=OurSide(bridge, foreign, device),
         theirs=TheirSide(),
         seed=seed,
         gates=gates or Gates(),
-        pool=pool if pool is not None and mutate_reference is None else ReferencePool(),
+        pool=shared if mutate_reference is None else ReferencePool(device),
         isolate=isolate and mutate_ours is None and mutate_reference is None,
     )
     if mutate_ours is not None:
@@ -236,7 +243,7 @@ def _verify(
         scope="full" if not only and not omitted and len(specs) == len(REGISTRY) else "partial",
         gate_version=GATE_VERSION,
         official=dict(lab.gates.table) == dict(OFFICIAL),
-        env=environment(),
+        env=environment(lab.device),
         hashes={**hashes, "transformers": reference_hash()},
         implementation=_implementation(lab, omitted),
         seed=lab.seed,

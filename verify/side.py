@@ -19,6 +19,7 @@ from bestiary.bridges import Bridge, MemorySource, Plan, fill, fill_parameters
 from bestiary.bridges.pieces import Shape
 from bestiary.models import Decoder, DecoderConfig
 from bestiary.verify.foreign import Foreign
+from bestiary.verify.placing import CPU, moved, placed
 from bestiary.verify.tiny import Raw
 
 T = TypeVar("T")
@@ -69,11 +70,12 @@ class OurSide(_Side[Decoder]):
 
     Args:
         foreign: an implementation of somebody else's in place of the bridge's decoder.
+        device: where the models compute; their answers come back to the CPU.
     """
 
-    def __init__(self, bridge: Bridge, foreign: Foreign | None = None) -> None:
+    def __init__(self, bridge: Bridge, foreign: Foreign | None = None, device: torch.device = CPU) -> None:
         super().__init__()
-        self.foreign = foreign
+        self.foreign, self.device = foreign, device
         self.current = bridge if foreign is None else replace(bridge, decoder=cast(type[Decoder], foreign))
 
     def bridge(self, change: Callable[[Bridge], Bridge]) -> None:
@@ -106,6 +108,7 @@ class OurSide(_Side[Decoder]):
 
     def build(self, raw: Raw, hub: Mapping[str, Tensor], dtype: torch.dtype) -> Decoder:
         """Our model of a config.json with the weights of a state dict, in eval mode; NaN where nothing was written."""
+        hub = moved(dict(hub), CPU)
         model = self.current.decoder(self.decoder_config(raw), dtype=dtype, device="meta")
         plan = self._plan(raw, hub, {name: tuple(p.shape) for name, p in model.named_parameters()})
         if self.foreign is None:
@@ -119,6 +122,7 @@ class OurSide(_Side[Decoder]):
             named = {name: parameter.detach() for name, parameter in model.named_parameters()}
             fill_parameters(named, MemorySource(hub), plan)
         self.finish(model.eval())
+        placed(model, self.device)
         return model
 
     def load(self, folder: Path, dtype: torch.dtype | None = None) -> Decoder:
@@ -129,6 +133,7 @@ class OurSide(_Side[Decoder]):
 
     def native(self, raw: Raw, hub: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors under hub names (weights, or gradients of them) as the parameters they belong to."""
+        hub = moved(dict(hub), CPU)
         shapes = self.current.parameters(self.decoder_config(raw))
         dtype = next(iter(hub.values())).dtype
         made = {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in shapes.items()}

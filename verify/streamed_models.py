@@ -1,7 +1,8 @@
 """Both models of a checkpoint with one layer in memory: everything on meta, filled and emptied part by part.
 
 Each side runs its own forward for all that lies around the layers (embedding, masks, RoPE, final norm, head), with the
-layers replaced: what it hands to each of them is kept, and a layer is run later, alone, on those arguments.
+layers replaced: what it hands to each of them is kept, and a layer is run later, alone, on those arguments. Experts
+that are stored no wider stay in bfloat16 and run in slices; all else is in float32.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from torch import Tensor, nn
 from bestiary.bridges import Bridge, Plan, SafetensorsSource, fill_parameters
 from bestiary.bridges.errors import KeyMismatch
 from bestiary.models import Decoder, DecoderConfig
+from bestiary.verify.expert_slices import are_experts, sliced
 from bestiary.verify.inputs import Inputs
+from bestiary.verify.placing import CPU, moved
 from bestiary.verify.reference import default_dtype, quiet, reference_class
 
 IN_A_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 NARROW = frozenset({"BF16", "U8"})
 """Dtypes in a safetensors file whose values are bfloat16 numbers; bytes are packed MXFP4."""
+HALVES = frozenset({torch.bfloat16, torch.uint8})
+"""The same as torch calls them."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -38,19 +43,23 @@ class StreamedModel(ABC):
     Args:
         model: the whole model, on meta.
         layers: its layers.
+        device: where they compute; what they give comes back to the CPU.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], device: torch.device = CPU) -> None:
         self.model = model.eval()
         self.layers = layers
+        self.device = device
+        _move_buffers(model.modules(), device)
         self._arguments: dict[str, list[Arguments]] = {}
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """The weights beside the layers in memory, in float32, for the length of the block."""
+        """The weights beside the layers on the device, in float32, for the length of the block."""
         inside = {module for layer in self.layers for module in layer.modules()}
         parts = [module for module in self.model.modules() if module not in inside]
         self._load(None)
+        _move(parts, self.device)
         try:
             yield
         finally:
@@ -58,10 +67,15 @@ class StreamedModel(ABC):
 
     @contextmanager
     def layer(self, index: int) -> Iterator[None]:
-        """The weights of one layer in memory, in float32, for the length of the block."""
+        """The weights of one layer on the device for the length of the block, in float32 but for sliced experts."""
         self._load(index)
+        _move(self.layers[index].modules(), self.device)
         try:
-            yield
+            with ExitStack() as stack:
+                for module in self.layers[index].modules():
+                    if are_experts(module) and next(module.parameters(recurse=False)).dtype is torch.bfloat16:
+                        stack.enter_context(sliced(module))
+                yield
         finally:
             _empty(self.layers[index].modules())
 
@@ -78,20 +92,21 @@ class StreamedModel(ABC):
         with self._instead(keep), torch.no_grad():
             self._forward(inputs, 1)
         self._arguments[name] = arguments
-        return received[0]
+        return received[0].cpu()
 
     def step(self, name: str, index: int, x: Tensor) -> Tensor:
         """Layer `index` on hidden states (B, T, H) of the input `name`. In `layer(index)`."""
         args, kwargs = self._arguments[name][index]
         with default_dtype(torch.float32), torch.no_grad():
-            made = self.layers[index](x, *args, **kwargs)
+            made = self.layers[index](x.to(self.device), *args, **kwargs)
         output: Tensor = made[0] if isinstance(made, tuple) else made
-        return output
+        return output.cpu()
 
     def logits(self, inputs: Inputs, hidden: Tensor) -> Tensor:
         """Logits (T, V) of what the last layer gives, (1, T, H). In `outside()`."""
-        with self._instead(lambda _x, *_args, **_kwargs: self._returned(hidden)), torch.no_grad():
-            return self._forward(inputs, 0)[0]
+        given = hidden.to(self.device)
+        with self._instead(lambda _x, *_args, **_kwargs: self._returned(given)), torch.no_grad():
+            return self._forward(inputs, 0)[0].cpu()
 
     @contextmanager
     def _instead(self, stand_in: Callable[..., Any]) -> Iterator[None]:
@@ -123,7 +138,7 @@ class StreamedReference(StreamedModel):
         KeyMismatch: from a block, if the loader leaves a parameter of the part on meta.
     """
 
-    def __init__(self, reference: str, folder: Path) -> None:
+    def __init__(self, reference: str, folder: Path, device: torch.device = CPU) -> None:
         with quiet(), default_dtype(torch.float32):
             model, self._config, self._files = _built_only(reference_class(reference), folder)
             _compute_buffers(model)
@@ -131,7 +146,7 @@ class StreamedReference(StreamedModel):
         for file in self._files:
             with safe_open(file, "pt") as tensors:
                 self._stored.update(dict.fromkeys(tensors.keys(), file))
-        super().__init__(model, list(model.model.layers))
+        super().__init__(model, list(model.model.layers), device)
         self._folder = folder
         routed = "output_router_logits" in model.config.to_dict()
         self._extra = {"output_router_logits": False} if routed else {}
@@ -146,17 +161,19 @@ class StreamedReference(StreamedModel):
             model._load_pretrained_model(model, slices, None, self._config)
             if layer is None:
                 model.tie_weights()
-        for name, parameter in model.named_parameters():
-            if _layer_of(name) == layer:
+        for prefix, module in model.named_modules():
+            narrow = are_experts(module)
+            for leaf, parameter in module.named_parameters(recurse=False):
+                name = f"{prefix}.{leaf}"
+                if _layer_of(name) != layer:
+                    continue
                 if parameter.is_meta:
                     raise KeyMismatch(missing=[name], read_from=str(self._folder))
-                parameter.data = parameter.data.float()  # dequantised tensors arrive in bfloat16
+                if not (narrow and parameter.dtype is torch.bfloat16):
+                    parameter.data = parameter.data.float()  # dequantised tensors arrive in bfloat16
 
     def _expect(self, layer: int | None, stored: set[str]) -> None:
-        """Parameters that are filled in bfloat16 and widened one by one, where all that is stored is no wider.
-
-        Fusing a layer's experts in float32 would take twice the memory of the layer that results.
-        """
+        """Parameters that are filled in bfloat16, where all that is stored is no wider: experts stay so."""
         if not stored <= NARROW:
             return
         for name, parameter in self.model.named_parameters():
@@ -165,7 +182,9 @@ class StreamedReference(StreamedModel):
 
     def _forward(self, inputs: Inputs, keep: int) -> Tensor:
         with quiet():
-            output = self.model(**inputs.kwargs(), use_cache=False, logits_to_keep=keep, **self._extra)
+            output = self.model(
+                **moved(inputs.kwargs(), self.device), use_cache=False, logits_to_keep=keep, **self._extra
+            )
         logits: Tensor = output.logits
         return logits
 
@@ -176,17 +195,25 @@ class StreamedReference(StreamedModel):
 class StreamedDecoder(StreamedModel):
     """Our model: built on meta, each part filled by the items of the bridge's plan that concern it."""
 
-    def __init__(self, bridge: Bridge, config: DecoderConfig, plan: Plan, folder: Path) -> None:
+    def __init__(
+        self, bridge: Bridge, config: DecoderConfig, plan: Plan, folder: Path, device: torch.device = CPU
+    ) -> None:
         decoder: Decoder = bridge.decoder(config, dtype=torch.float32, device="meta")
         self._plan, self._folder, self._decoder = plan, folder, decoder
-        super().__init__(decoder, list(decoder.model.layers))
+        super().__init__(decoder, list(decoder.model.layers), device)
+        with SafetensorsSource(folder) as source:
+            self._narrow = frozenset(
+                item.native for item in plan.items if {source.infos[name].dtype for name in item.stored} <= HALVES
+            )
 
     def _load(self, layer: int | None) -> None:
         items = tuple(item for item in self._plan.items if _layer_of(item.native) == layer)
         for item in items:
             owner, _, leaf = item.native.rpartition(".")
             module = self.model.get_submodule(owner)
-            empty = torch.empty_like(module.get_parameter(leaf), device="cpu")
+            own = {f"{owner}.{other}" for other, _ in module.named_parameters(recurse=False)}
+            dtype = torch.bfloat16 if are_experts(module) and own <= self._narrow else torch.float32
+            empty = torch.empty_like(module.get_parameter(leaf), device="cpu", dtype=dtype)
             setattr(module, leaf, nn.Parameter(empty, requires_grad=False))
         if layer is None:
             self._decoder.tie_weights()
@@ -196,11 +223,29 @@ class StreamedDecoder(StreamedModel):
             fill_parameters(targets, source, replace(self._plan, items=items))
 
     def _forward(self, inputs: Inputs, keep: int) -> Tensor:
-        logits: Tensor = self.model(**inputs.kwargs(), output_router_logits=False, logits_to_keep=keep)["logits"]
+        logits: Tensor = self.model(
+            **moved(inputs.kwargs(), self.device), output_router_logits=False, logits_to_keep=keep
+        )["logits"]
         return logits
 
     def _returned(self, x: Tensor) -> Any:
         return x, None
+
+
+def _move(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """The parameters that the modules themselves hold, to `device`, one by one; ties stay."""
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
+
+
+def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """The computed buffers that the modules themselves hold, to `device`."""
+    for module in modules:
+        for name, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
 
 
 def _empty(modules: Iterable[nn.Module]) -> None:

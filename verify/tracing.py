@@ -51,7 +51,7 @@ class Trace:
 
 
 def _copies(value: Any) -> tuple[Tensor, ...]:
-    return tuple(tensor.detach().clone() for tensor in floating(value))
+    return tuple(tensor.detach().to("cpu", copy=True) for tensor in floating(value))
 
 
 def traced(model: nn.Module, call: Callable[[], Any]) -> Trace:

@@ -16,6 +16,7 @@ from bestiary.verify.foreign import OWN
 from bestiary.verify.inputs import Inputs
 from bestiary.verify.lab import Lab
 from bestiary.verify.localise import layer_of
+from bestiary.verify.placing import CPU, moved
 from bestiary.verify.reference import Reference
 from bestiary.verify.verdict import Exit
 
@@ -60,8 +61,8 @@ def backward(
         output["loss"].backward()
     finally:
         handle.remove()
-    gradients: Gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    gradients[EMBEDS] = taps[0].grad if taps else None
+    gradients: Gradients = {name: moved(parameter.grad, CPU) for name, parameter in model.named_parameters()}
+    gradients[EMBEDS] = moved(taps[0].grad, CPU) if taps else None
     model.zero_grad(set_to_none=True)
     return {key: value.detach() for key, value in output.items() if isinstance(value, Tensor)}, gradients
 

@@ -270,7 +270,7 @@ def _cache_reordered(lab: Lab, case: str) -> Outcome:
     cache = Cache(lab.decoder_config(case))
     with torch.no_grad():
         model(ids[:, : window + 2], past_key_values=cache, use_cache=True)
-        cache.reorder(order)
+        cache.reorder(order.to(lab.device))
         ours = model(ids[order][:, window + 2 :], past_key_values=cache, use_cache=True)["logits"]
     return _judge(lab, ours, lab.hf(case).logits(Inputs(ids[order]))[:, window + 2 :])
 

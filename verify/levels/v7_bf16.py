@@ -28,6 +28,7 @@ from bestiary.verify.foreign import OWN
 from bestiary.verify.inputs import Inputs, tokens
 from bestiary.verify.lab import Lab
 from bestiary.verify.localise import ModuleMap
+from bestiary.verify.placing import moved
 from bestiary.verify.profiles import position_errors, record
 from bestiary.verify.reference import Reference
 from bestiary.verify.verdict import Exit
@@ -143,10 +144,10 @@ def _reference(lab: Lab, case: str, seed: int, inputs: Inputs) -> _Case:
 
     def ask() -> _Case:
         raw, count = lab.theirs.changed(lab.cases[case]), inputs.input_ids.numel()
-        wide = Reference(lab.reference, raw, seed, mutate=finish)
+        wide = Reference(lab.reference, raw, seed, mutate=finish, device=lab.device)
         with Routing(count) as seen:
             truth = wide.call(inputs, use_cache=False)["logits"]
-        narrow = Reference(lab.reference, raw, seed, dtype=torch.bfloat16, mutate=finish)
+        narrow = Reference(lab.reference, raw, seed, dtype=torch.bfloat16, mutate=finish, device=lab.device)
         with Routing(count, seen.chosen), _listening(narrow.model) as heard:
             logits = narrow.call(inputs, use_cache=False)["logits"]
         with wide.running() as model, torch.no_grad():
@@ -179,7 +180,7 @@ def _errors(lab: Lab, case: str) -> Errors:
                     ours = model(**inputs.kwargs(), return_logits=True)["logits"]
                 embedded = model.get_submodule("model.embed_tokens")(inputs.input_ids)
                 found.norms += _norm_errors(model, ModuleMap(lab.ours.current.module_map), reference)
-                found.tables += _table_errors(lab.decoder_config(case), inputs.position_ids)
+                found.tables += _table_errors(lab.decoder_config(case), moved(inputs.position_ids, lab.device))
                 if reference.chosen:
                     with Routing(count) as free:
                         loose = model(**inputs.kwargs(), return_logits=True)["logits"]
