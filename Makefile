@@ -17,7 +17,7 @@ COMMA := ,
 # Runs one installation step and prints its seconds, so that a target's own time can be read apart.
 timed = @echo "$(1)"; start=$$(date +%s); $(1) && echo "  took $$(( $$(date +%s) - start )) s"
 
-.PHONY: help venv demo test test-fast verify accept readme verify-all verify-large self-test browser tokenizers verify-latest aot aot-oldest bench bench-full lint clean
+.PHONY: help venv demo test test-fast verify accept readme verify-all verify-large verify-checkpoints self-test browser tokenizers verify-latest aot aot-oldest bench bench-full lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,12 @@ verify-all: .venv/.stamp-dev ## every registered bridge through V0–V7 and K: o
 verify-large: .venv/.stamp-dev ## level V8 on one full-size layer of GPT-OSS 120B (MXFP4) and of Qwen3 235B, within 18 GiB
 	$(BIN)/python -m bestiary.tools.verify_large gpt_oss
 	$(BIN)/python -m bestiary.tools.verify_large qwen3_moe
+
+verify-checkpoints: .venv/.stamp-demo ## keys, round trip and every layer (V8) of the real Gemma 3 270M and SmolLM2 135M; goes on after a kill
+	@mkdir -p out
+	for name in gemma-3-270m smollm2-135m; do \
+	  folder=$$($(BIN)/python -c "from bestiary.tools import assets; print(assets.checkpoint('$$name'))") && \
+	  $(BIN)/verify-bridge $$folder --text LICENSE --json out/verdict-$$name.json || exit $$?; done
 
 self-test: .venv/.stamp-dev ## the verifier on planted bugs: all killed, no false alarm (out/self-test.html)
 	@mkdir -p out

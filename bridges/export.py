@@ -68,6 +68,29 @@ def save_decoder(
     if into is not None:
         return _splice(bridge, model, Path(into), target, overwrite=overwrite)
     tensors = _tensors(bridge, model, bridge.plan_export(model.decoder_config))
+    return _write(bridge, model, tensors, target, overwrite=overwrite, max_shard_size=max_shard_size)
+
+
+def save_from(
+    bridge: Bridge,
+    model: Decoder,
+    parameters: Mapping[str, Tensor],
+    path: str | Path,
+    *,
+    max_shard_size: int | str = "5GB",
+) -> Path:
+    """What `save_decoder` writes, with the values of `parameters`, each looked up when its turn comes.
+
+    Args:
+        model: without adapters; its own parameters may lie on meta, they say shape and dtype.
+    """
+    tensors = _Tensors(bridge.plan_export(model.decoder_config), model, parameters=parameters)
+    return _write(bridge, model, tensors, Path(path), overwrite=False, max_shard_size=max_shard_size)
+
+
+def _write(
+    bridge: Bridge, model: Decoder, tensors: _Tensors, target: Path, *, overwrite: bool, max_shard_size: int | str
+) -> Path:
     config = _config_to_write(bridge, model)
     with staged(target, overwrite=overwrite) as folder:
         write_checkpoint(folder, tensors.entries, tensors.supply, max_shard_size=max_shard_size)
@@ -125,8 +148,12 @@ def _tensors(bridge: Bridge, model: Decoder, plan: Plan, *, merge: bool = True) 
 class _Tensors:
     """The tensors of a plan, made on demand from a model's parameters."""
 
-    def __init__(self, plan: Plan, model: Decoder, *, merge: bool = True) -> None:
-        self.parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    def __init__(
+        self, plan: Plan, model: Decoder, *, merge: bool = True, parameters: Mapping[str, Tensor] | None = None
+    ) -> None:
+        own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self.parameters = own if parameters is None else parameters
+        self._dtypes = {name: parameter.dtype for name, parameter in own.items()}
         adapted = [site for site in sites(model) if merge and site.adapter is not None]
         self._adapted = {site.weight_name: site for site in adapted}
         self._transfers = {transfer.hub.name: transfer for transfer in plan.transfers}
@@ -140,14 +167,14 @@ class _Tensors:
         native, piece = transfer.pieces[0]
         if len(transfer.pieces) == 1 and piece.covers_hub:
             return piece.view(self._parameter(native))
-        first = self.parameters[native]
+        first = self._parameter(native)
         hub = torch.empty(transfer.hub.shape, dtype=first.dtype, device=first.device)
         for native, piece in transfer.pieces:
             piece.write(hub, self._parameter(native))
         return hub
 
     def _dtype(self, transfer: Transfer) -> torch.dtype:
-        return self.parameters[transfer.pieces[0][0]].dtype
+        return self._dtypes[transfer.pieces[0][0]]
 
     def _parameter(self, native: str) -> Tensor:
         """The parameter, its adapter added if there is one; the last merged one is kept for the next expert."""

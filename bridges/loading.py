@@ -92,7 +92,7 @@ def load_checkpoint(
     family = _family(bridge, cls)
     with SafetensorsSource(folder) as source:
         plan = bridge.plan_import(config, source.infos, quantization=parsed.quantization, read_from=str(folder))
-        chosen = asked or parsed.dtype or _stored_dtype(plan, source)
+        chosen = asked or parsed.dtype or stored_dtype(plan, source)
         if adapter is not None:
             config = config.with_(lora=adapter.lora_for(chosen))
         model = family(config, dtype=chosen, device="meta")
@@ -100,10 +100,15 @@ def load_checkpoint(
         fill(model, source, plan)
     if adapter is not None:
         adapter.fill(model)
-    model.name_or_path = str(src) if name is None else name
-    model.hf_config_json = copy.deepcopy(json)
-    model.hf_generation_config_json = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else None
+    remember(model, folder, json, str(src) if name is None else name)
     return model.eval()
+
+
+def remember(model: Decoder, folder: Path, json: Mapping[str, Any], name: str) -> None:
+    """What an export of `model` carries on from the checkpoint in `folder` with the config `json`."""
+    model.name_or_path = name
+    model.hf_config_json = copy.deepcopy(dict(json))
+    model.hf_generation_config_json = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else None
 
 
 @torch.no_grad()
@@ -121,7 +126,7 @@ def fill(model: Decoder, source: TensorSource, plan: Plan) -> None:
     fill_parameters(parameters, source, plan)
     model.init_weights(torch.initial_seed() % 2**31, only=frozenset(plan.fresh))
     if plan.duplicate_head is not None:
-        _compare_head(source, plan, parameters)
+        compare_head(source, plan, parameters)
 
 
 @torch.no_grad()
@@ -190,7 +195,8 @@ def _family(bridge: Bridge, cls: type[Any] | None) -> type[Decoder]:
     )
 
 
-def _stored_dtype(plan: Plan, source: TensorSource) -> torch.dtype:
+def stored_dtype(plan: Plan, source: TensorSource) -> torch.dtype:
+    """That of the first tensor a plan reads that is not packed."""
     return next(source.infos[t.hub.name].dtype for t in plan.transfers if not t.hub.packed)
 
 
@@ -247,7 +253,7 @@ def _rows(source: TensorSource, hub: HubTensor, start: int, stop: int) -> Tensor
     return dequantize(*stored, name=hub.name, read_from=source.place(f"{hub.name}_scales"), first=start)
 
 
-def _compare_head(source: TensorSource, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
+def compare_head(source: TensorSource, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
     """Refuse a stored head that is not, bit for bit, the stored embedding."""
     assert plan.duplicate_head is not None
     head, native = plan.duplicate_head

@@ -16,6 +16,7 @@ import torch
 from bestiary.bridges import SafetensorsSource, get_bridge, read_config
 from bestiary.bridges.hub import resolve
 from bestiary.bridges.storage import read_rows
+from bestiary.bridges.streaming import stored_parameters
 from bestiary.models import DecoderConfig
 from bestiary.verify.checkpoint_bench import Bench
 from bestiary.verify.checks import (
@@ -37,6 +38,7 @@ from bestiary.verify.measure import bit_equal
 from bestiary.verify.placing import CPU
 from bestiary.verify.reference import quiet, reference_class
 from bestiary.verify.run import BadUsage, environment
+from bestiary.verify.streamed_models import StreamedReference
 from bestiary.verify.verdict import WORDS, Exit, Level, Verdict, first_present
 
 MAX_LOGIT_BYTES = 2**30
@@ -146,19 +148,24 @@ def _same_tensor(bench: Bench, key: str) -> Outcome:
 
 
 def _imported_again(bench: Bench) -> Outcome:
-    first = bench.bridge.load(bench.folder)
-    again = dict(bench.bridge.load(bench.exported()).named_parameters())
-    wrong = [name for name, parameter in first.named_parameters() if not bit_equal(parameter, again[name])]
+    with (
+        stored_parameters(bench.bridge, bench.folder) as (_, first),
+        stored_parameters(bench.bridge, bench.exported()) as (_, again),
+    ):
+        wrong = [name for name in first if name not in again or not bit_equal(first[name], again[name])]
     return holds(not wrong, Exit.KEYS, f"{len(wrong)} parameters differ after export and import, first {wrong[:1]}")
 
 
 def _hugging_face_loads(bench: Bench) -> Outcome:
-    with quiet():
-        _, info = reference_class(bench.bridge.reference).from_pretrained(
-            bench.exported(), dtype="auto", output_loading_info=True
-        )
-    wrong = [kind for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs") if info.get(kind)]
-    return holds(not wrong, Exit.KEYS, f"transformers reports {wrong} for our export")
+    """By its own loader, one layer at a time; a parameter that it leaves out is an error there."""
+    theirs = StreamedReference(bench.bridge.reference, bench.exported())
+    with theirs.outside():
+        pass
+    for index in range(len(theirs.layers)):
+        with theirs.layer(index):
+            pass
+    wrong = {kind: sorted(map(str, found)) for kind, found in theirs.reported.items() if found}
+    return holds(not wrong, Exit.KEYS, f"transformers reports for our export: {wrong}")
 
 
 def _architecture(bench: Bench) -> Outcome:
@@ -222,15 +229,16 @@ def run_checkpoint(
 ) -> Verdict:
     """Verifies a checkpoint folder or hub id: V0 and V1 on its files, V8 on its layers and logits in float32.
 
-    V8 holds one layer of one side in memory at a time. A run that was killed in V8 goes on at the layer it had
-    reached, as long as checkpoint, tokens and both implementations are the same.
+    V1 holds a parameter or two in memory, or a layer of Hugging Face's; V8 a layer of one side at a time. A run that
+    was killed in V8 goes on at the layer it had reached, as long as checkpoint, tokens and both implementations are
+    the same.
 
     Args:
         token_ids: one sequence to compare on, best real text longer than the sliding window; None: random ids.
         keep_going: run later levels after one failed.
         progress: called with a line before each level and each layer.
         work: folder for what a killed run leaves; None: `bestiary/verify` in the user's cache folder.
-        levels: some of V0, V1, V8; None: all. V1 has whole models in memory, V8 has not.
+        levels: some of V0, V1, V8; None: all.
     Raises:
         CheckpointNotFound, UnsupportedModelType, OfflineError, BadUsage.
     """

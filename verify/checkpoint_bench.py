@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from bestiary.bridges import Bridge, Plan, SafetensorsSource
 from bestiary.bridges.errors import KeyMismatch
+from bestiary.bridges.streaming import export_checkpoint
 from bestiary.models import DecoderConfig
 from bestiary.verify.gates import GATE_VERSION, Gates
 from bestiary.verify.hashes import PACKAGE, digest, own_hashes
@@ -91,8 +91,7 @@ class Bench:
         """Our export of the checkpoint, written at first use."""
         target = self.scratch / "export"
         if not target.exists():
-            self.bridge.save(self.bridge.load(self.folder), target)
-            gc.collect()
+            export_checkpoint(self.bridge, self.folder, target)
         return target
 
     # ------------------------------------------------------------ the streamed comparison

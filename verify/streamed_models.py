@@ -134,6 +134,10 @@ class StreamedModel(ABC):
 class StreamedReference(StreamedModel):
     """Hugging Face's model: built on meta by `from_pretrained`, each part filled by the loader that it uses.
 
+    Attributes:
+        reported: what the loader says is wrong with the parts loaded so far, by kind; parameters that a part lacks are
+            an error instead.
+
     Raises:
         KeyMismatch: from a block, if the loader leaves a parameter of the part on meta.
     """
@@ -142,6 +146,7 @@ class StreamedReference(StreamedModel):
         with quiet(), default_dtype(torch.float32):
             model, self._config, self._files = _built_only(reference_class(reference), folder)
             _compute_buffers(model)
+        self.reported: dict[str, set[Any]] = {"unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": set()}
         self._stored: dict[str, Path] = {}
         for file in self._files:
             with safe_open(file, "pt") as tensors:
@@ -158,7 +163,9 @@ class StreamedReference(StreamedModel):
             opened = {file: files.enter_context(safe_open(file, "pt")) for file in {self._stored[n] for n in names}}
             slices = {name: opened[self._stored[name]].get_slice(name) for name in names}
             self._expect(layer, {one.get_dtype() for one in slices.values()})
-            model._load_pretrained_model(model, slices, None, self._config)
+            told, _ = model._load_pretrained_model(model, slices, None, self._config)
+            for kind, found in self.reported.items():
+                found |= set(vars(told)[kind])
             if layer is None:
                 model.tie_weights()
         for prefix, module in model.named_modules():

@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
-from bestiary.bridges import get_bridge
+from bestiary.bridges import get_bridge, loading
+from bestiary.verify import checkpoint_bench
 from bestiary.verify.checkpoint import BEYOND_WINDOW, choose_tokens, run_checkpoint
 from bestiary.verify.cli import main
 from bestiary.verify.reference import Reference, quiet
@@ -154,6 +156,47 @@ def test_a_stored_head_that_differs_from_its_embedding_is_one_failure_of_v1(tmp_
     assert "lm_head.weight" in finding.detail
     assert "remedy" in finding.detail
     assert all(line.strip() in "\n".join(family_lines(verdict)) for line in finding.detail.splitlines())
+
+
+def test_v1_loads_no_whole_model_of_either_side(tmp_path, monkeypatch):
+    folder = _saved(tmp_path, "qwen3_moe", shards=2)
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("a whole model")
+
+    monkeypatch.setattr(loading, "load_checkpoint", load)
+    monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", _a_part_only(PreTrainedModel))
+    (level,) = run_checkpoint(folder, levels=("V1",)).levels
+    assert level.status == "ok", level.findings
+
+
+def _a_part_only(cls):
+    """Hugging Face's loader, given the tensors of one layer at most."""
+    load = cls._load_pretrained_model
+
+    def checked(model, state, files, *rest):
+        layers = {name.split(".layers.")[1].split(".")[0] if ".layers." in name else "" for name in state}
+        assert len(layers) == 1, layers
+        assert files is None
+        return load(model, state, files, *rest)
+
+    return staticmethod(checked)
+
+
+def test_what_transformers_does_not_expect_in_our_export_is_a_failure_of_v1(tmp_path, monkeypatch):
+    folder = _saved(tmp_path, "qwen3", "square", shards=1)
+    written = checkpoint_bench.export_checkpoint
+
+    def with_one_more(bridge, src, path, **options):
+        target = written(bridge, src, path, **options)
+        tensors = load_file(target / "model.safetensors") | {"model.layers.1.self_attn.frobnicate": torch.zeros(2)}
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        return target
+
+    monkeypatch.setattr(checkpoint_bench, "export_checkpoint", with_one_more)
+    verdict = run_checkpoint(folder, levels=("V1",))
+    details = {finding.check: finding.detail for finding in verdict.levels[0].findings}
+    assert "model.layers.1.self_attn.frobnicate" in details["transformers loads"]
 
 
 def test_weights_that_are_not_finite_are_named_and_counted(tmp_path):
