@@ -7,7 +7,7 @@ modules lie on the device. With the CPU as the device nothing is moved and nothi
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,14 +45,17 @@ def usable(device: str) -> torch.device:
 
 def moved(value: T, device: torch.device) -> T:
     """`value` with every tensor in it, inside tuples, lists and dicts, on `device`; anything else is left alone."""
-    found: Any = value
+    return cast(T, _moved(value, device))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
-        found = value.to(device)
-    elif type(value) in (tuple, list):
-        found = type(value)(moved(item, device) for item in value)  # type: ignore[attr-defined]
-    elif type(value) is dict:
-        found = {key: moved(item, device) for key, item in value.items()}
-    return found  # type: ignore[no-any-return]
+        return value.to(device)
+    if type(value) in (tuple, list):
+        return type(value)(_moved(item, device) for item in value)
+    if type(value) is dict:
+        return {key: _moved(item, device) for key, item in value.items()}
+    return value
 
 
 def placed(model: nn.Module, device: torch.device, *, back: torch.device = CPU) -> None:
