@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from bestiary.bridges import Bridge, registered_bridges
 from bestiary.kernels.errors import BestiaryError
@@ -185,7 +186,7 @@ def _verify() -> int:
     known = list(registered_bridges())
     for name, why in changed.items():
         print(f"{name}: {why}; every level")
-    options = {"workers": cores(), "isolate": True}
+    options: dict[str, Any] = {"workers": cores(), "isolate": True}
     verdicts = verify_several([name for name in known if name in changed], **options) if changed else []
     rest = [name for name in known if name not in changed]
     verdicts += verify_several(rest, level=SHORT, **options) if rest else []
