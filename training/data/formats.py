@@ -128,7 +128,8 @@ def _object(text: bytes) -> Row:
 
 def _parquet(raw: io.RawIOBase, path: str, start: Place, buffer: int) -> Iterator[RawRow]:
     # Without pre_buffer and with a buffer, column chunks are streamed and never held whole.
-    file = pq.ParquetFile(raw, buffer_size=min(buffer, 1 << 20), pre_buffer=False)
+    # BufferedReader, since Arrow takes a short read for the end.
+    file = pq.ParquetFile(io.BufferedReader(raw), buffer_size=min(buffer, 1 << 20), pre_buffer=False)
     row = 0
     for group in range(file.metadata.num_row_groups):
         length = file.metadata.row_group(group).num_rows

@@ -17,7 +17,9 @@ PAD = 0
 
 
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    """JSON lines, compressed if the name says so."""
+    """JSON lines, compressed if the name says so; a file that is there stays, since ranks may be reading it."""
+    if path.exists():
+        return str(path)
     text = "".join(json.dumps(row) + "\n" for row in rows).encode()
     path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
     return str(path)
