@@ -70,7 +70,8 @@ ALTERNATIVES: Mapping[str, Sequence[Any]] = {
     "attention_dropout": (0.25,),
     "query_pre_attn_scalar": (29,),
     "final_logit_softcapping": (None, 5.0),
-    "attn_logit_softcapping": (2.0,),
+    "attn_logit_softcapping": (None, 2.0),
+    "use_bidirectional_attention": (True,),
     "decoder_sparse_step": (2,),
     "num_experts": (10,),
     "num_local_experts": (10,),
@@ -203,9 +204,12 @@ def _legacy_variants(reference: str, raw: Raw) -> Iterator[Variant]:
                 yield Variant(other, raw[there] - 2, renamed, raw)
 
 
-def _both_ways_variants(raw: Raw) -> Iterator[Variant]:
-    """Windows of a model that looks both ways: the file's count is halved, an odd one rounded."""
+def _both_ways_variants(reference: str, raw: Raw) -> Iterator[Variant]:
+    """Windows of a model that looks both ways: the file's count is halved, an odd one rounded; none elsewhere."""
     against = {**raw, BOTH_WAYS: True}
+    windows = [hf_config(reference, one).to_dict().get("sliding_window") for one in (raw, against)]
+    if windows[0] == windows[1]:  # the flag leaves the masks as they are
+        return
     for window in (WINDOW - 3, WINDOW + 2):
         yield Variant(f"{BOTH_WAYS}+sliding_window", window, {**against, "sliding_window": window}, against)
 
@@ -225,7 +229,7 @@ def variants(reference: str, raw: Raw) -> list[Variant]:
     for name, values in UNLISTED.items():
         if name in EVERYWHERE or f'"{name}"' in source:
             found += [Variant(name, value, {**raw, name: value}, raw) for value in values]
-    found += _both_ways_variants(raw) if BOTH_WAYS in listed else []
+    found += _both_ways_variants(reference, raw) if BOTH_WAYS in listed else []
     return [*found, *_rope_variants(reference, raw), *_legacy_variants(reference, raw)]
 
 

@@ -50,6 +50,7 @@ BASE: Mapping[str, Any] = {
     "router_aux_loss_coef": 0.05,
     "query_pre_attn_scalar": 17,
     "final_logit_softcapping": 8.0,  # a tied head of width 80 gives logits of about that size
+    "attn_logit_softcapping": 0.6,
     "swiglu_limit": 0.5,
     "swiglu_alpha": 1.3,
 }
@@ -92,6 +93,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 FROM_DEFAULTS = ("square",)
+ONLY_WHERE_SET = frozenset({"attn_logit_softcapping"})
+"""Fields that some classes read and never use: they are set only where the class's own default is not null."""
 
 THETA = {FULL: 5000.0, SLIDING: 300.0, None: 5000.0}
 
@@ -200,10 +203,11 @@ def tiny_config(reference: str, variant: str) -> Raw:
     """config.json content of one variant: only what it sets, so that every default is the reader's own."""
     readable = readable_fields(reference)
     values = dict(VARIANTS[variant]) if variant in FROM_DEFAULTS else {**BASE, **VARIANTS[variant]}
-    raw: Raw = {name: value for name, value in values.items() if readable(name)}
+    defaults = config_defaults(reference)
+    unused = {name for name in ONLY_WHERE_SET if defaults.get(name) is None}
+    raw: Raw = {name: value for name, value in values.items() if readable(name) and name not in unused}
     raw.setdefault("num_hidden_layers", layer_count(reference))
     raw["model_type"] = reference_class(reference).config_class.model_type
-    defaults = config_defaults(reference)
     if variant not in FROM_DEFAULTS:
         raw["rope_parameters"] = _rope(reference, variant, raw.get("head_dim", 20))
     pad = defaults.get("pad_token_id")

@@ -128,6 +128,10 @@ def _mean_sink(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return attention
 
 
+def _without_score_cap(config: Any) -> None:
+    config.attn_logit_softcapping = None
+
+
 def _projections(model: nn.Module) -> list[Any]:
     return replay.ending("q_proj", "k_proj", "v_proj", "o_proj")(model)
 
@@ -269,6 +273,15 @@ BUGS = (
         applies=lambda config: config.attention.sinks,
         ours=patch(f"{_MODULE}:attention", _mean_sink),
         reference=replay.tensors(replay.holding("sinks"), lambda sinks: sinks.mean().expand_as(sinks).clone(), "sinks"),
+    ),
+    PlantedBug(
+        id="P29_score_soft_cap_ignored",
+        cause="the soft cap on attention's scores is not applied",
+        level="V2",
+        applies=lambda config: config.attention.logit_softcap is not None,
+        ours=adapted(lambda config: config.with_(attention=replace(config.attention, logit_softcap=None))),
+        reference=replay.configured(_without_score_cap),
+        config_fields=("attn_logit_softcapping",),
     ),
     PlantedBug(
         id="O53_attention_bias_skipped",

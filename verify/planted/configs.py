@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from bestiary.bridges import Bridge, HFFields
+from bestiary.bridges.errors import UnsupportedConfig
 from bestiary.models.config import Activation, DecoderConfig, LayerType
 from bestiary.verify.planted import replay
 from bestiary.verify.planted.bug import Plant, PlantedBug, declares, writes
 from bestiary.verify.planted.patching import adapted, bridged, patch, written
+from bestiary.verify.tiny import tiny_config
 
 
 def _reading(change: Callable[[HFFields], None], then: Callable[[DecoderConfig], DecoderConfig] | None = None) -> Plant:
@@ -89,12 +91,23 @@ def _windows_look_back(spec: Callable[..., Any]) -> Callable[..., Any]:
     return lambda **fields: spec(**{**fields, "causal": fields["causal"] or fields["window"] is not None})
 
 
+def _looks_both_ways(bridge: Bridge) -> bool:
+    """Whether the family has a mask that looks both ways; some declare the flag and keep their masks."""
+    if not declares("use_bidirectional_attention")(bridge):
+        return False
+    raw = {**tiny_config(bridge.reference, "base"), "use_bidirectional_attention": True}
+    try:
+        return not bridge.parse(raw).decoder.attention.causal
+    except UnsupportedConfig:
+        return False
+
+
 def _bidirectional(id: str, cause: str, ours: Plant) -> PlantedBug:
     return PlantedBug(
         id=id,
         cause=cause,
         level="V3",
-        serves=declares("use_bidirectional_attention"),
+        serves=_looks_both_ways,
         ours=ours,
         config_fields=("use_bidirectional_attention", "sliding_window"),
         checks=("use_bidirectional_attention",),
@@ -184,6 +197,7 @@ BUGS = (
         id="G30a_score_soft_cap_applied",
         cause="attn_logit_softcapping is applied although the reference never does",
         level="V3",
+        applies=lambda config: config.attention.logit_softcap is None,
         serves=declares("attn_logit_softcapping"),
         ours=bridged(_score_cap),
         config_fields=("attn_logit_softcapping",),

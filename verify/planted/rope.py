@@ -17,6 +17,7 @@ from bestiary.models.config import (
     LongRopeScaling,
     ProportionalScaling,
     Rope,
+    RopeLayout,
     YarnScaling,
 )
 from bestiary.verify.planted import replay
@@ -224,6 +225,29 @@ def _woven_there(_rope: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tenso
     return apply
 
 
+def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turning = 2 * cos.shape[-1]
+    a, b = x[..., :turning].chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., turning:]), dim=-1)
+
+
+def _halved_there(_rope: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        # tables hold each angle twice, the two side by side or half a table apart
+        beside = torch.equal(cos[..., 0::2], cos[..., 1::2])
+        cos, sin = (
+            (table[..., 0::2] if beside else table[..., : table.shape[-1] // 2]).unsqueeze(unsqueeze_dim)
+            for table in (cos, sin)
+        )
+        return _turn_halves(q, cos, sin), _turn_halves(k, cos, sin)
+
+    return apply
+
+
+def _laid(layout: RopeLayout) -> Callable[[DecoderConfig], bool]:
+    return lambda config: config.rope.layout is layout
+
+
 def _backwards(tables: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     def turned(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         cos, sin = tables(*args, **kwargs)
@@ -246,8 +270,17 @@ BUGS = (
         id="C05a_rope_interleaved",
         cause="RoPE turns neighbouring coordinates (2i, 2i+1) instead of the halves (i, i+d/2)",
         level="V2",
+        applies=_laid(RopeLayout.HALF),
         ours=patch(f"{_ATTENTION}:apply_rope", _woven),
         reference=replay.library("apply_rotary_pos_emb", _woven_there),
+    ),
+    PlantedBug(
+        id="P05_rope_in_halves",
+        cause="RoPE turns the halves (i, i+d/2) instead of neighbouring coordinates (2i, 2i+1)",
+        level="V2",
+        applies=_laid(RopeLayout.INTERLEAVED),
+        ours=patch(f"{_ATTENTION}:apply_rope", _woven),
+        reference=replay.library("apply_rotary_pos_emb", _halved_there),
     ),
     PlantedBug(
         id="C05b_rope_backwards",
