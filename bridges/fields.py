@@ -6,7 +6,7 @@ what does not change a logit. Whatever is left, `done()` refuses by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from math import inf
 from typing import Any, TypeVar
 
@@ -285,33 +285,60 @@ class HFFields:
         max_positions: int,
         default: Mapping[str, Any] | None = None,
         alpha: bool = False,
+        share: float | None = None,
     ) -> Rope:
         """One rotary embedding for all layers, from `rope_parameters`, or `rope_theta` with `rope_scaling`.
 
-        `theta` and `default` are the class's own, for files that state nothing; `alpha`: see `rope_from_hf`.
+        `theta` and `default` are the class's own, for files that state nothing; so is `share`, the part of a head's
+        `rotary_dim` coordinates that turns, in families that read `partial_rotary_factor`. `alpha`: see `rope_from_hf`.
         """
         scaling = self.take_optional("rope_scaling", dict) or None
-        params = self.take_optional("rope_parameters", dict)
-        if scaling is not None and params is not None and scaling != params:
+        stated = self.take_optional("rope_parameters", dict)
+        if scaling is not None and stated is not None and scaling != stated:
             raise self.unsupported("rope_scaling", "contradicts rope_parameters.", remedy="keep one of the two")
         name = "rope_parameters" if scaling is None else "rope_scaling"
-        content = scaling or (default or {} if params is None else params)
+        content = scaling or (default or {} if stated is None else stated)
         top = self.positive_float("rope_theta", theta)
         if "rope_theta" in self.json and content.get("rope_theta", top) != top:
             inner = content["rope_theta"]
             raise self.unsupported("rope_theta", f"contradicts {name}.rope_theta = {inner!r}.", remedy="keep one")
-        self.inert("partial_rotary_factor", allowed=(1.0, None), why="the whole head turns in this family")
+        if share is None:
+            self.inert("partial_rotary_factor", allowed=(1.0, None), why="the whole head turns in this family")
+        else:
+            share = self._share(name, content, share)
         return rope_from_hf(
-            self.nested(name, content), theta=top, rotary_dim=rotary_dim, max_positions=max_positions, alpha=alpha
+            self.nested(name, content),
+            theta=top,
+            rotary_dim=rotary_dim,
+            max_positions=max_positions,
+            alpha=alpha,
+            share=share,
         )
 
+    def _share(self, name: str, content: Mapping[str, Any], default: float) -> float:
+        """`partial_rotary_factor` at the top, which holds where the dict has none."""
+        top = self.take("partial_rotary_factor", float, default)
+        inner = content.get("partial_rotary_factor", top)
+        if "partial_rotary_factor" in self.json and inner != top:
+            raise self.unsupported(
+                "partial_rotary_factor",
+                f"contradicts {name}.partial_rotary_factor = {inner!r}.",
+                remedy="keep one of the two",
+            )
+        return top
+
     def rope_by_layer_type(
-        self, *, thetas: tuple[float, float], rotary_dim: int, max_positions: int
+        self,
+        *,
+        thetas: tuple[float, float],
+        rotary_dim: int,
+        max_positions: int,
+        sliding_theta: str | None = "rope_local_base_freq",
     ) -> tuple[Rope, Rope]:
-        """The embeddings of full and of sliding layers, as Gemma 3 states them.
+        """The embeddings of full and of sliding layers, as Gemma 3 and OLMo 3 state them.
 
         v5: `rope_parameters` with one dict per layer type. Legacy: `rope_theta`, `rope_scaling` (full layers only) and
-        `rope_local_base_freq`. `thetas` are the class's own.
+        the name in `sliding_theta`, where there is one. `thetas` are the class's own.
         """
         params, scaling = self.take_optional("rope_parameters", dict), self.take_optional("rope_scaling", dict)
         if scaling and params is not None:
@@ -321,11 +348,11 @@ class HFFields:
                 "rope_scaling", "has no rope_type, without which transformers drops it.", remedy="add it"
             )
         by_type = self.nested("rope_scaling" if params is None else "rope_parameters", params or {})
-        legacy = {LayerType.FULL: ("rope_theta", scaling or {}), LayerType.SLIDING: ("rope_local_base_freq", {})}
+        legacy = {LayerType.FULL: ("rope_theta", scaling or {}), LayerType.SLIDING: (sliding_theta, {})}
         ropes = []
         for (layer_type, (name, content)), theta in zip(legacy.items(), thetas, strict=True):
             stated = by_type.take_optional(layer_type, dict) or content
-            top = self.positive_float(name, theta)
+            top = theta if name is None else self.positive_float(name, theta)
             if name in self.json and stated.get("rope_theta", top) != top:
                 inner = stated["rope_theta"]
                 raise self.unsupported(name, f"contradicts {layer_type}.rope_theta = {inner!r}.", remedy="keep one")
@@ -355,20 +382,25 @@ FLOAT_TYPES: Mapping[str, torch.dtype] = {
 }
 
 
-def usual_fields(config: DecoderConfig) -> dict[str, Any]:
-    """The fields that every decoder of transformers spells alike; a family's `config_to_hf` adds its own."""
-    return {
+def usual_fields(config: DecoderConfig, *, without: Container[str] = ()) -> dict[str, Any]:
+    """The fields that every decoder of transformers spells alike; a family's `config_to_hf` adds its own.
+
+    Those in `without` are nothing that the family's class reads, and stay out.
+    """
+    heads = config.attention
+    usual = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.attention.num_heads,
-        "num_key_value_heads": config.attention.num_kv_heads,
-        "head_dim": config.attention.head_dim,
-        "attention_bias": config.attention.qkv_bias,
-        "attention_dropout": config.attention.dropout,
+        "num_attention_heads": heads.num_heads,
+        "num_key_value_heads": heads.num_kv_heads,
+        "head_dim": heads.head_dim,
+        "attention_bias": heads.qkv_bias,
+        "attention_dropout": heads.dropout,
         "rms_norm_eps": config.norm.eps,
         "tie_word_embeddings": config.tie_word_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
         "initializer_range": config.initializer_range,
     }
+    return {name: value for name, value in usual.items() if name not in without}

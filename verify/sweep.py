@@ -20,7 +20,7 @@ from bestiary.verify import gates
 from bestiary.verify.inputs import Inputs
 from bestiary.verify.measure import max_over_std
 from bestiary.verify.reference import Reference, hf_config, reference_class
-from bestiary.verify.tiny import FULL, ROPE, SLIDING, WINDOW, Raw, rope_layer_types, scaling
+from bestiary.verify.tiny import FULL, ROPE, SLIDING, WINDOW, Raw, rope_layer_types, scaling, turning_dim
 
 
 class Kind(StrEnum):
@@ -105,7 +105,7 @@ EVERYWHERE = frozenset({"torch_dtype", "per_layer_config"})  # read by the base 
 
 # RoPE keys by type: values that differ from `tiny.ROPE`.
 ROPE_ALTERNATIVES: Mapping[str, Sequence[Mapping[str, Any]]] = {
-    "default": ({"partial_rotary_factor": 0.5},),
+    "default": ({"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.7}),
     "linear": ({"factor": 3.0},),
     "dynamic": ({"factor": 2.0},),
     "llama3": (
@@ -160,7 +160,7 @@ def _alternatives(name: str, current: Any, layers: int) -> Sequence[Any]:
 
 def _rope_variants(reference: str, raw: Raw) -> Iterator[Variant]:
     """Theta, every type and every key of every type, for each layer type that has parameters of its own."""
-    head_dim = raw["head_dim"]
+    head_dim = turning_dim(reference, raw)
     nested = rope_layer_types(reference)
     for part in nested or [""]:
         own = raw["rope_parameters"][part] if part else raw["rope_parameters"]
@@ -207,7 +207,7 @@ def _legacy_variants(reference: str, raw: Raw) -> Iterator[Variant]:
 def _both_ways_variants(reference: str, raw: Raw) -> Iterator[Variant]:
     """Windows of a model that looks both ways: the file's count is halved, an odd one rounded; none elsewhere."""
     against = {**raw, BOTH_WAYS: True}
-    windows = [hf_config(reference, one).to_dict().get("sliding_window") for one in (raw, against)]
+    windows = [vars(hf_config(reference, one)).get("sliding_window") for one in (raw, against)]
     if windows[0] == windows[1]:  # the flag leaves the masks as they are
         return
     for window in (WINDOW - 3, WINDOW + 2):
@@ -269,7 +269,16 @@ def change(ours: Mapping[str, Any], base: Mapping[str, Any]) -> float:
     return max(figures)
 
 
-_REJECTIONS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, IndexError, AssertionError)
+_REJECTIONS = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    IndexError,
+    AssertionError,
+    ArithmeticError,
+)
 """What configs and models of transformers raise at values they cannot take, beside their validators' own error."""
 
 

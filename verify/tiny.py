@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from bestiary.verify.reference import hf_config, reference_class
 
 Raw = dict[str, Any]
@@ -37,6 +39,7 @@ BASE: Mapping[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 24,
     "max_position_embeddings": 8192,
+    "original_max_position_embeddings": ORIGINAL_CONTEXT,
     "use_sliding_window": True,
     "sliding_window": WINDOW,
     "max_window_layers": 2,
@@ -115,7 +118,7 @@ ROPE: Mapping[str, Mapping[str, Any]] = {
         "beta_slow": 1.0,
         "truncate": False,
     },
-    "longrope": {  # list lengths follow from head_dim: see `scaling`
+    "longrope": {  # list lengths follow from the coordinates that turn: see `scaling`
         "factor": 4.0,
         "original_max_position_embeddings": ORIGINAL_CONTEXT,
         "short_factor": [],
@@ -126,11 +129,11 @@ ROPE: Mapping[str, Mapping[str, Any]] = {
 """Parameters that make each RoPE type act at the probe's length; the bounds of YaRN's ramp fall inside the head."""
 
 
-def scaling(rope_type: str, head_dim: int) -> Raw:
-    """`rope_parameters` of one layer type without theta, scaled to be active in a head of `head_dim`."""
+def scaling(rope_type: str, turning: int) -> Raw:
+    """`rope_parameters` of one layer type without theta, active in a head of which `turning` coordinates turn."""
     values: Raw = {"rope_type": rope_type, **ROPE[rope_type]}
     if rope_type == "longrope":
-        half = head_dim // 2
+        half = turning // 2
         values["short_factor"] = [1.0 + 0.05 * i for i in range(half)]
         values["long_factor"] = [2.0 + 0.25 * i for i in range(half)]
     return values
@@ -156,9 +159,28 @@ def readable_fields(reference: str) -> Callable[[str], bool]:
 
     @cache
     def readable(name: str) -> bool:
-        return name in declared or re.search(rf'config(\.|, "){name}\b', source) is not None
+        if name in declared:
+            return True
+        read = re.search(rf'config(\.|, "){name}\b', source) is not None
+        return read and (name != "head_dim" or _free_heads(reference))
 
     return readable
+
+
+def _builds(reference: str, raw: Raw) -> bool:
+    """Whether the config class takes `raw`."""
+    try:
+        hf_config(reference, raw)
+    except (StrictDataclassError, ValueError, KeyError):
+        return False
+    return True
+
+
+def _free_heads(reference: str) -> bool:
+    """Whether a head_dim that the class does not declare may differ from hidden / heads, which some validators read."""
+    sizes = {name: BASE[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")}
+    longrope = {**scaling("longrope", BASE["head_dim"]), "rope_theta": THETA[None]}
+    return _builds(reference, {**sizes, "rope_parameters": longrope})
 
 
 @cache
@@ -177,8 +199,16 @@ def rope_layer_types(reference: str) -> list[str]:
     return [name for name, value in parameters.items() if isinstance(value, dict)]
 
 
-def _rope(reference: str, variant: str, head_dim: int) -> Raw | None:
+def turning_dim(reference: str, raw: Raw) -> int:
+    """Coordinates of a head that turn, by the class's own share."""
+    head_dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
+    share = (config_defaults(reference).get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)
+    return int(head_dim * share)
+
+
+def _rope(reference: str, variant: str, raw: Raw) -> Raw | None:
     """RoPE parameters of a variant: its family's own type in `base`, an active scaling in `base` or `mha`."""
+    head_dim = turning_dim(reference, raw)
     nested = rope_layer_types(reference)
     if nested:
         kinds = {"base": "linear", "mha": "linear", "mqa": "default"}
@@ -192,7 +222,9 @@ def _rope(reference: str, variant: str, head_dim: int) -> Raw | None:
     own = (config_defaults(reference).get("rope_parameters") or {}).get("rope_type", "default")
     if variant == "mha":
         values = scaling("yarn", head_dim)
-        if own == "yarn":
+        if not _builds(reference, {**raw, "rope_parameters": {**values, "rope_theta": THETA[None]}}):
+            values = scaling("longrope", head_dim)  # all that Phi-3's validator knows
+        elif own == "yarn":
             values |= {"truncate": True, "attention_factor": 1.25}
     else:
         values = scaling(own if variant == "base" else "default", head_dim)
@@ -209,7 +241,7 @@ def tiny_config(reference: str, variant: str) -> Raw:
     raw.setdefault("num_hidden_layers", layer_count(reference))
     raw["model_type"] = reference_class(reference).config_class.model_type
     if variant not in FROM_DEFAULTS:
-        raw["rope_parameters"] = _rope(reference, variant, raw.get("head_dim", 20))
+        raw["rope_parameters"] = _rope(reference, variant, raw)
     pad = defaults.get("pad_token_id")
     if isinstance(pad, int) and pad >= raw["vocab_size"]:  # a default for the real vocabulary: no embedding has the row
         raw.setdefault("pad_token_id", raw["vocab_size"] - 1)

@@ -39,6 +39,8 @@ def fresh_configs(reference: str, seed: int) -> dict[str, Raw]:
         new = dict(raw)
         if "intermediate_size" in raw and 2 * raw["intermediate_size"] != raw["hidden_size"]:
             new |= {"vocab_size": draw.choice(VOCABULARIES), "intermediate_size": draw.choice(INNER)}
+            if (pad := raw.get("pad_token_id")) is not None:
+                new["pad_token_id"] = min(pad, new["vocab_size"] - 1)
             if "head_dim" in raw:
                 new["hidden_size"] = draw.choice(WIDTHS)
         if raw.get("rope_parameters") is not None:

@@ -267,6 +267,7 @@ BUGS = (
         cause="config.json is written without head_dim",
         level="V1",
         serves=writes("head_dim"),
+        applies=lambda config: config.attention.num_heads * config.attention.head_dim != config.hidden_size,
         ours=_omitted("head_dim"),
         config_fields=("head_dim",),
         checks=("config.json", "transformers loads", "q_proj"),
