@@ -9,6 +9,7 @@ product. So a rule for W is a rule for (A, B), and no family states one of its o
     deinterleave  rows of B (or columns of A, where the axis is the input) put in blocks
     concat        A one below the other, B block-diagonal: the ranks add up
     stack         one pair per expert, stacked
+    fused         none: the module in memory is one of several together, whose ranks would add up; refused by name
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bestiary.bridges.errors import InvalidRules
-from bestiary.bridges.rules import Captures, Concat, Deinterleave, Expression, Hub, Stack, Transpose, fill
+from bestiary.bridges.rules import Captures, Concat, Deinterleave, Expression, Hub, Rows, Stack, Transpose, fill
 
 Read = Callable[[str], "Factors | None"]
 
@@ -39,13 +40,13 @@ class Factors:
 
 
 def tensor_in_module(expression: Expression) -> Hub | None:
-    """The one float tensor that `expression` rearranges, or None if it takes several (or packed ones).
+    """The one float tensor that `expression` rearranges, or None if it takes several, packed ones, or a part of one.
 
     Modules in memory hold every parameter as one tensor, and adapters are made for modules in memory.
     """
     leaves = list(expression.leaves())
     (leaf, depth), alone = leaves[0], len(leaves) == 1
-    return leaf if alone and depth == 0 and not leaf.packed else None
+    return leaf if alone and depth == 0 and not leaf.packed and not isinstance(expression, Rows) else None
 
 
 def hub_names(expression: Expression, captures: Captures, *, experts: int) -> list[str]:

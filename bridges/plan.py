@@ -140,7 +140,7 @@ def plan_import(
     for native, shape in parameters.items():
         if native in fresh:
             continue
-        candidates = list(_candidates(rules, native, shape, naming))
+        candidates = list(_candidates(rules, native, parameters, naming))
         found = [item for item in candidates if any(name in hub for name in item.stored)]
         if len(found) > 1:
             ambiguous += [f"{native} as {item.layout}" for item in found]
@@ -152,7 +152,7 @@ def plan_import(
     wanted = {name: transfer.hub for transfer in plan.transfers for name in transfer.hub.stored}
     left = [name for name in hub if name not in wanted and (head is None or name != head[0])]
     ignored = {name: reason for name in left if (reason := naming.reason_to_ignore(name, rules)) is not None}
-    missing += [name for name in wanted if name not in hub]
+    missing = list(dict.fromkeys([*missing, *(name for name in wanted if name not in hub)]))
     extra = [name for name in left if name not in ignored]
     expected = {name: tensor.stored[name] for name, tensor in wanted.items()}
     expected |= {} if head is None else {head[0]: parameters[head[1]]}
@@ -175,20 +175,21 @@ def plan_export(rules: RuleSet, parameters: Mapping[str, Shape]) -> Plan:
         KeyMismatch: parameters that no rule covers.
     """
     base = {name: shape for name, shape in parameters.items() if not name.endswith(ADAPTER_LEAVES)}
-    items = {name: next(_candidates(rules, name, shape, PLAIN), None) for name, shape in base.items()}
+    items = {name: next(_candidates(rules, name, base, PLAIN), None) for name in base}
     uncovered = [name for name, item in items.items() if item is None]
     if uncovered:
         raise KeyMismatch(missing=uncovered, remedy="add a rule for each of these parameters to the bridge")
     return Plan(tuple(item for item in items.values() if item is not None))
 
 
-def _candidates(rules: RuleSet, native: str, shape: Shape, naming: Naming) -> Iterator[Item]:
-    """The parameter in each layout of its rule, under the checkpoint's names."""
+def _candidates(rules: RuleSet, native: str, parameters: Mapping[str, Shape], naming: Naming) -> Iterator[Item]:
+    """One of `parameters` in each layout of its rule, under the checkpoint's names."""
     rule, captures = rules.rule(native)
+    shape = parameters[native]
     for layout, source in () if rule is None else rule.layouts.items():
         pieces = tuple(
             replace(piece, hub=replace(piece.hub, name=naming.hub(piece.hub.name)))
-            for piece in source.pieces(shape, captures)
+            for piece in source.sized(parameters, captures).pieces(shape, captures)
         )
         if extent(pieces) != prod(shape):
             raise InvalidRules(

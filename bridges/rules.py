@@ -2,6 +2,7 @@
 
     rename("model.layers.*.self_attn.{q,k,v,o}_proj.weight")            the same name and shape on both sides
     stack(concat("….experts.*.gate_proj.weight", "….experts.*.up_proj.weight"))
+    fused("….mlp.{gate,up}_proj.weight", "….mlp.gate_up_proj.weight")
     deinterleave(transpose("….experts.gate_up_proj"), axis=1)
 
 An expression says how the parameter comes out of hub tensors; its inverse is the same pieces read backwards. `*` is a
@@ -13,6 +14,7 @@ layer or expert number, `{a,b}` alternatives. Layouts are chosen by which names 
     concat        parts one after the other on axis 0       cut into equal parts
     stack         tensor e becomes row e, e an integer      row e becomes tensor e
     deinterleave  [k::parts] of an axis become block k      blocks woven together again
+    fused         its rows of a tensor of several           those several one after the other
     mxfp4         4-bit blocks and scales expanded          not written: the bfloat16 layout of the same rule is
     tie           the embedding, stored again or not        not written
     ignore        nothing, for a stated reason              not written
@@ -44,6 +46,10 @@ class Expression:
     def pieces(self, shape: Shape, captures: Captures) -> Iterator[Piece]:
         """The pieces that make a parameter of `shape` from the hub tensors whose `*` are `captures`."""
         raise InvalidRules(f"{type(self).__name__} says nothing about its pieces.", remedy="define `pieces`")
+
+    def sized(self, parameters: Mapping[str, Shape], captures: Captures) -> Expression:
+        """The expression for a model with `parameters`, where the sizes of others matter to it."""
+        return replace(self, inner=tuple(part.sized(parameters, captures) for part in self.inner))
 
     def leaves(self, depth: int = 0) -> Iterator[tuple[Hub, int]]:
         """The hub tensors of the expression, each with the number of stacks around it."""
@@ -148,6 +154,44 @@ class Deinterleave(Expression):
                 yield replace(piece, source=tuple(source), dest=tuple(dest))
 
 
+@dataclass(frozen=True)
+class Rows(Expression):
+    """The rows of one of several parameters that a hub tensor holds one after the other on axis 0.
+
+    Attributes:
+        together: patterns of those parameters, in order.   part: which of them this is.
+        sizes: rows of each, once a model is known.
+    """
+
+    together: tuple[str, ...] = ()
+    part: int = 0
+    sizes: tuple[int, ...] = ()
+
+    def alternative(self, index: int) -> Expression:
+        """The `index`-th parameter's rows."""
+        return replace(self, part=index)
+
+    def sized(self, parameters: Mapping[str, Shape], captures: Captures) -> Expression:
+        """With the rows of every part."""
+        names = [fill(pattern, captures) for pattern in self.together]
+        return replace(self, sizes=tuple(parameters[name][0] for name in names))
+
+    def pieces(self, shape: Shape, captures: Captures) -> Iterator[Piece]:
+        """The tensor's rows from the end of the parts before."""
+        if not self.sizes or self.sizes[self.part] != shape[0]:
+            raise InvalidRules(
+                f"{self.together[self.part]} is a part of a fused tensor whose other parts are not known.",
+                remedy="ask for the pieces of `sized(parameters, captures)`",
+            )
+        start, whole = sum(self.sizes[: self.part]), (sum(self.sizes), *shape[1:])
+        for piece in self.inner[0].pieces(whole, captures):
+            yield replace(
+                piece,
+                source=(slice(start, start + shape[0], 1), *piece.source[1:]),
+                dest=(slice(0, shape[0], 1), *piece.dest[1:]),
+            )
+
+
 def _expressions(*values: Expression | str) -> tuple[Expression, ...]:
     return tuple(Hub(pattern=value) if isinstance(value, str) else value for value in values)
 
@@ -225,6 +269,14 @@ def layouts(native: str, **sources: Expression | str) -> Rule:
     The first is the one that exports write.
     """
     return Rule(native, dict(zip(sources, _expressions(*sources.values()), strict=True)))
+
+
+def fused(natives: str, hub: str) -> Rule:
+    """The parameters that `natives` stands for, which the hub stores as one tensor, one below the other in that order.
+
+    Each has a rule of its own and its own rows; back: all are written into the one tensor.
+    """
+    return Rule(natives, {"hub": Rows((Hub(pattern=hub),), together=tuple(alternatives(natives)))})
 
 
 def tie(head: str, *, to: str) -> Rule:
@@ -306,10 +358,10 @@ class RuleSet:
             for leaf, depth in source.leaves():
                 _check_pattern(rule.native, leaf.pattern, depth)
                 for name in HubTensor(leaf.pattern, (0,), leaf.packed).stored:
-                    self._claim(name, rule.native)
+                    self._claim(name, rule.native, source.together if isinstance(source, Rows) else ())
 
-    def _claim(self, hub_name: str, native: str) -> None:
-        claims = [self._owner[hub_name]] if hub_name in self._owner else []
+    def _claim(self, hub_name: str, native: str, together: tuple[str, ...]) -> None:
+        claims = [owner for owner in (self._owner.get(hub_name),) if owner is not None and owner not in together]
         claims += [ignored.pattern for ignored in self.ignores if ignored.matches(hub_name)]
         if claims:
             raise InvalidRules(f"{hub_name} is claimed by {native} and by {claims[0]}.", remedy="keep one")

@@ -180,11 +180,12 @@ def lent(bridge: Bridge, config: DecoderConfig) -> dict[str, TensorInfo]:
     """Every name the rules know for this config, in any layout, with its shape."""
     found: dict[str, TensorInfo] = {}
     parameters = bridge.parameters(config)
-    for native, shape in {**parameters, "lm_head.weight": parameters["model.embed_tokens.weight"]}.items():
+    parameters |= {"lm_head.weight": parameters["model.embed_tokens.weight"]}
+    for native, shape in parameters.items():
         rule, captures = bridge.rule_set.rule(native)
         assert rule is not None
         for source in rule.layouts.values():
-            for piece in source.pieces(shape, captures):
+            for piece in source.sized(parameters, captures).pieces(shape, captures):
                 dtype = torch.uint8 if piece.hub.packed else torch.bfloat16
                 found |= {name: TensorInfo(stored, dtype) for name, stored in piece.hub.stored.items()}
     return found

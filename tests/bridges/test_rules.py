@@ -11,12 +11,14 @@ from torch import Tensor
 from bestiary.bridges import get_bridge
 from bestiary.bridges.errors import InvalidRules
 from bestiary.bridges.pieces import Box, Piece, extent
+from bestiary.bridges.plan import plan_export, plan_import
 from bestiary.bridges.rules import (
     Expression,
     RuleSet,
     alternatives,
     concat,
     deinterleave,
+    fused,
     ignore,
     layouts,
     mxfp4,
@@ -25,6 +27,7 @@ from bestiary.bridges.rules import (
     tie,
     transpose,
 )
+from bestiary.bridges.storage import TensorInfo
 
 from .checkpoints import FAMILIES
 
@@ -137,6 +140,25 @@ def test_a_square_tensor_is_still_transposed() -> None:
     assert torch.equal(parameter, hub.mT)
 
 
+def test_fused_parameters_are_rows_of_one_tensor() -> None:
+    rules = RuleSet((rename("model.embed_tokens.weight"), fused("m.*.{q,k,v}.w", "m.*.qkv.w")))
+    shapes = {"model.embed_tokens.weight": (5, 3), "m.7.q.w": (6, 3), "m.7.k.w": (2, 3), "m.7.v.w": (2, 3)}
+    parameters = {name: filled(shape) * (1 + i) for i, (name, shape) in enumerate(shapes.items())}
+    exported = plan_export(rules, shapes)
+    hub = {t.hub.name: torch.zeros(t.hub.shape, dtype=torch.int64) for t in exported.transfers}
+    assert hub.keys() == {"model.embed_tokens.weight", "m.7.qkv.w"}
+    for transfer in exported.transfers:
+        for native, piece in transfer.pieces:
+            piece.write(hub[transfer.hub.name], parameters[native])
+    assert torch.equal(hub["m.7.qkv.w"], torch.cat([parameters[f"m.7.{leaf}.w"] for leaf in "qkv"]))
+    again = {name: torch.zeros_like(tensor) for name, tensor in parameters.items()}
+    infos = {name: TensorInfo(tuple(tensor.shape), torch.float32) for name, tensor in hub.items()}
+    for transfer in plan_import(rules, shapes, infos).transfers:
+        for native, piece in transfer.pieces:
+            piece.read(hub[transfer.hub.name], again[native])
+    assert all(torch.equal(again[name], parameters[name]) for name in parameters)
+
+
 @given(st.lists(st.sampled_from(["{a,b}", "{x,y,z}", "c", "."]), min_size=1, max_size=4))
 def test_braces_stand_for_every_combination(parts: list[str]) -> None:
     found = alternatives("".join(parts))
@@ -156,6 +178,7 @@ CONFLICTS = {
     "a layer number lost": (rename("a.*.w", "a.w"),),
     "a stack without a number": (layouts("a.*.w", x=stack("b.*.w")),),
     "written as MXFP4": (layouts("a", x=mxfp4("a")),),
+    "a fused tensor read alone too": (fused("a.{q,k}", "w"), rename("b", "w")),
     "the head twice": (tie("lm_head.weight", to="e.weight"), rename("lm_head.weight")),
 }
 
@@ -174,6 +197,7 @@ def test_rules_that_are_not_one_to_one_are_refused(name: str) -> None:
         (deinterleave("a", axis=0), (3, 2)),
         (deinterleave(concat("a", "b"), axis=0), (4, 2)),
         (transpose(stack("a.*")), (4, 2)),
+        (fused("a.{q,k}", "w").written, (4, 2)),  # of what size is the other?
     ],
 )
 def test_an_op_that_does_not_fit_a_shape_says_so(expression: Expression, shape: tuple[int, ...]) -> None:
