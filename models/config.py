@@ -29,6 +29,7 @@ class NormPlacement(StrEnum):
     PRE = "pre"  # Llama, Qwen: before attention and before the MLP
     POST = "post"  # OLMo 2: on each branch's output, inside the residual
     SANDWICH = "sandwich"  # Gemma 2 and 3, GLM-4: both
+    PARALLEL = "parallel"  # Cohere 2: one before attention and MLP, which both take what it gives
 
 
 class NormCast(StrEnum):
@@ -78,6 +79,7 @@ class Norm:
     placement: NormPlacement = NormPlacement.PRE
     cast: NormCast = NormCast.CAST_THEN_SCALE
     plus_one: bool = False
+    subtract_mean: bool = False  # Cohere 2: a LayerNorm without a bias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,8 @@ class Rope:
     theta: float
     rotary_dim: int
     layout: RopeLayout = RopeLayout.HALF
-    turn_in_fp32: bool = False  # OLMo 2 and 3; the others cast cos and sin first
+    turn_in_fp32: bool = False  # OLMo 2 and 3, Cohere 2; the others cast cos and sin first
+    round_tables: bool = False  # Cohere 2: cos and sin are rounded to the model's dtype, then turn in fp32
     scaling: RopeScaling | None = None
 
 
@@ -333,7 +336,7 @@ class DecoderConfig:
     embedding_multiplier_in_weight_dtype: bool = False  # Gemma rounds √H to the weight's dtype first
     scales_inputs_embeds: bool = False  # Granite: the multiplier falls on embeddings that a caller gives, too
     residual_multiplier: float = 1.0  # Granite
-    residual_dropout: float = 0.0  # Seed-OSS: on what attention and the MLP add while training
+    residual_dropout: float = 0.0  # Seed-OSS, Phi-3: on what attention and the MLP add while training
     logits_divisor: float = 1.0  # Granite
     final_logit_softcap: float | None = None
     max_position_embeddings: int = 32768

@@ -3,6 +3,7 @@
 pre        x + attn(norm x)              x + mlp(norm x)             Llama, Qwen, GPT-OSS
 post       x + norm(attn x)              x + norm(mlp x)             OLMo 2
 sandwich   x + norm(attn(norm x))        x + norm(mlp(norm x))       Gemma, GLM-4
+parallel   x + attn(norm x) + mlp(norm x)                            Cohere 2
 """
 
 import hashlib
@@ -54,25 +55,28 @@ class Block(nn.Module):
             self.mlp = MLP(config, f"{name}.mlp")
         if placement is not NormPlacement.POST:
             self.input_layernorm = RMSNorm(config.hidden_size, config.norm)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm)
+        if placement is not NormPlacement.PARALLEL:
+            self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm)
         if placement is NormPlacement.SANDWICH:
             self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.norm)
-        if placement is not NormPlacement.PRE:
+        self.norms_branches = placement in (NormPlacement.POST, NormPlacement.SANDWICH)
+        if self.norms_branches:
             self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.norm)
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: MaskSpec, cache: Cache | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T, H) → (B, T, H) and the router logits (B·T, E) of a routed layer."""
-        attended = self.self_attn(self._before_attention(x), rope, mask, cache)
-        if self.placement is not NormPlacement.PRE:
+        taken = self._before_attention(x)
+        attended = self.self_attn(taken, rope, mask, cache)
+        if self.norms_branches:
             attended = self.post_attention_layernorm(attended)
         x = x + self._scaled(attended)
-        fed = self.mlp(self._before_mlp(x))
+        fed = self.mlp(taken if self.placement is NormPlacement.PARALLEL else self._before_mlp(x))
         router_logits = None
         if isinstance(fed, tuple):
             fed, router_logits = fed
-        if self.placement is not NormPlacement.PRE:
+        if self.norms_branches:
             fed = self.post_feedforward_layernorm(fed)
         return x + self._scaled(fed), router_logits
 

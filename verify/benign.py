@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bestiary.kernels.log_prob import LogProb
-from bestiary.models.config import DecoderConfig, LayerType, NormPlacement
+from bestiary.models.config import DecoderConfig, LayerType
+from bestiary.verify.benign_norms import divided_norm, residual_last, torch_norm
 from bestiary.verify.planted.bug import Plant, everywhere
 from bestiary.verify.planted.kernels import smaller_chunks
 from bestiary.verify.planted.patching import adapted, built, override, patch, together
@@ -218,48 +219,7 @@ def _from_the_first_token(read: Callable[..., Any]) -> Callable[..., Any]:
     return inputs
 
 
-# ------------------------------------------------------------------ norms, residuals, activations
-
-
-def _torch_norm(_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, scale_then_cast: bool = False) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        scale = 1.0 + weight.to(wide) if plus_one else weight.to(wide)
-        if scale_then_cast:
-            return F.rms_norm(x.to(wide), (x.shape[-1],), scale, eps).to(x.dtype)
-        return F.rms_norm(x.to(wide), (x.shape[-1],), None, eps).to(x.dtype) * scale.to(x.dtype)
-
-    return norm
-
-
-def _divided_norm(_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Division by the root of a scalar product, the weight first."""
-
-    def norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, scale_then_cast: bool = False) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = 1.0 + weight.to(wide.dtype) if plus_one else weight
-        squares = torch.einsum("...d,...d->...", wide, wide)[..., None]
-        return (wide * scale / torch.sqrt(squares / x.shape[-1] + eps)).to(x.dtype)
-
-    return norm
-
-
-def _residual_last(_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """branch + x instead of x + branch."""
-
-    def forward(self: Any, x: Tensor, rope: Any, mask: Any, cache: Any = None) -> tuple[Tensor, Tensor | None]:
-        attended = self.self_attn(self._before_attention(x), rope, mask, cache)
-        if self.placement is not NormPlacement.PRE:
-            attended = self.post_attention_layernorm(attended)
-        x = self._scaled(attended) + x
-        fed, router_logits = self.mlp(self._before_mlp(x)), None
-        if isinstance(fed, tuple):
-            fed, router_logits = fed
-        if self.placement is not NormPlacement.PRE:
-            fed = self.post_feedforward_layernorm(fed)
-        return self._scaled(fed) + x, router_logits
-
-    return forward
+# ------------------------------------------------------------------ activations
 
 
 def _spelled_out(_gated: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -446,12 +406,12 @@ REWRITES: tuple[Benign, ...] = (
         levels="V2,V5",
         applies=lambda config: LayerType.FULL in config.layer_types or config.sliding_window is not None,
     ),
-    Benign(id="torch_rms_norm", what="norms by torch.nn.functional.rms_norm", ours=patch(_NORM, _torch_norm)),
-    Benign(id="divided_norm", what="norms by division, the weight first", ours=patch(_NORM, _divided_norm)),
+    Benign(id="torch_rms_norm", what="norms by torch.nn.functional.rms_norm", ours=patch(_NORM, torch_norm)),
+    Benign(id="divided_norm", what="norms by division, the weight first", ours=patch(_NORM, divided_norm)),
     Benign(
         id="residual_last",
         what="residuals added the other way round",
-        ours=patch("bestiary.models.decoder:Block.forward", _residual_last),
+        ours=patch("bestiary.models.decoder:Block.forward", residual_last),
     ),
     Benign(
         id="activations_spelled_out",

@@ -1,4 +1,4 @@
-"""RMSNorm in the style that the config names."""
+"""RMSNorm (or LayerNorm without a bias) in the style that the config names."""
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ class RMSNorm(nn.Module):
             style.eps,
             plus_one=style.plus_one,
             scale_then_cast=style.cast is NormCast.SCALE_THEN_CAST,
+            centred=style.subtract_mean,
         )
 
     def extra_repr(self) -> str:

@@ -30,14 +30,18 @@ class RotaryTable:
     def __call__(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos, sin (B or 1, T, rotary_dim / 2) in `dtype`, or wider where RoPE turns in fp32; angles in at least fp32.
 
+        With `round_tables` the wider ones hold values that `dtype` has.
+
         Args:
             position_ids: (B or 1, T) int64.
         """
         wide = at_least_fp32(dtype)
+        rounded = dtype if self.rope.round_tables else wide
         dtype = wide if self.rope.turn_in_fp32 else dtype
         inv_freq, attention_factor = self.frequencies(position_ids, wide)
         angles = position_ids[..., None].to(wide) * inv_freq.to(position_ids.device)
-        return (angles.cos() * attention_factor).to(dtype), (angles.sin() * attention_factor).to(dtype)
+        cos, sin = (angles.cos() * attention_factor).to(rounded), (angles.sin() * attention_factor).to(rounded)
+        return cos.to(dtype), sin.to(dtype)
 
     def frequencies(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
         """inv_freq (rotary_dim / 2,) on the CPU and the factor on cos and sin."""

@@ -1,8 +1,9 @@
-"""RMSNorm, bit for bit against the classes of transformers."""
+"""RMSNorm and LayerNorm, bit for bit against the classes of transformers."""
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -16,6 +17,7 @@ STYLES: dict[type[nn.Module], dict[str, bool]] = {
     GptOssRMSNorm: {"scale_then_cast": True},
     Olmo2RMSNorm: {"scale_then_cast": True},
     Gemma3RMSNorm: {"scale_then_cast": True, "plus_one": True},
+    Cohere2LayerNorm: {"scale_then_cast": True, "centred": True},
 }
 EPS = 1e-3
 

@@ -330,6 +330,37 @@ CASES: dict[str, Case] = {
             split("qkv_proj", {"q_proj": 80, "k_proj": 40, "v_proj": 40}),
         ),
     ),
+    "cohere2, attention beside the MLP, a norm that centres, interleaved RoPE on sliding layers alone": Case(
+        "Cohere2ForCausalLM",
+        hf(
+            head_dim=None,
+            rms_norm_eps=None,
+            layer_norm_eps=1e-3,
+            logit_scale=0.25,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+        ours(
+            attention=NARROW,
+            norm=Norm(
+                eps=1e-3,
+                placement=NormPlacement.PARALLEL,
+                cast=NormCast.SCALE_THEN_CAST,
+                subtract_mean=True,
+            ),
+            rope=Rope(
+                theta=10000.0,
+                rotary_dim=20,
+                layout=RopeLayout.INTERLEAVED,
+                turn_in_fp32=True,
+                round_tables=True,
+            ),
+            sliding_window=WINDOW,
+            layer_types=(SLIDING, FULL, SLIDING),
+            nope_layers=(1,),
+            logits_divisor=4.0,
+        ),
+    ),
     "granite, four multipliers": Case(
         "GraniteForCausalLM",
         hf(
@@ -631,6 +662,7 @@ def test_block_rounds_where_the_hugging_face_block_rounds(name: str, dtype: torc
 ROUNDING = {
     "Norm.cast",
     "Rope.turn_in_fp32",
+    "Rope.round_tables",
     "Router.weights_in_fp32",
     "DecoderConfig.embedding_multiplier_in_weight_dtype",
 }

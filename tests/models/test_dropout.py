@@ -1,4 +1,4 @@
-"""Attention dropout and the jitter of experts' inputs: in training the draws of transformers, otherwise nothing."""
+"""Dropout of attention and branches, jitter of experts' inputs: in training transformers' draws, otherwise nothing."""
 
 from dataclasses import replace
 from typing import Any
@@ -89,7 +89,8 @@ def test_checkpointed_blocks_draw_again_what_they_drew(family: str) -> None:
     heads = tiny(family).decoder_config.attention
     found = []
     for kept in (True, False):
-        model = tiny(family, attention=replace(heads, dropout=0.3), activation_checkpointing=not kept)
+        dropped = {"attention": replace(heads, dropout=0.3), "residual_dropout": 0.2}
+        model = tiny(family, **dropped, activation_checkpointing=not kept)
         found.append(gradients(model, tokens(2, 20)))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
@@ -104,6 +105,8 @@ def test_two_steps_drop_different_weights() -> None:
 
     heads = tiny("qwen3").decoder_config.attention
     first, second = losses(tiny("qwen3", attention=replace(heads, dropout=0.1)))
+    assert first != second
+    first, second = losses(tiny("qwen3", residual_dropout=0.1))
     assert first != second
     first, second = losses(tiny("qwen3"))
     assert first == second

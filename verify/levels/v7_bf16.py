@@ -222,7 +222,8 @@ def _table_errors(config: DecoderConfig, position_ids: Tensor | None) -> list[tu
         assert rope is not None
         narrow, wide = (RotaryTable(rope)(position_ids, dtype) for dtype in (torch.bfloat16, torch.float64))
         for ours, truth in zip(narrow, wide, strict=True):
-            found.append(((ours.double() - truth).flatten(), (truth.to(ours.dtype).double() - truth).flatten()))
+            nearest = truth.to(torch.bfloat16 if rope.round_tables else ours.dtype)
+            found.append(((ours.double() - truth).flatten(), (nearest.double() - truth).flatten()))
     return found
 
 
