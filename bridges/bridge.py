@@ -15,7 +15,7 @@ from bestiary.bridges import export, loading, peft_import
 from bestiary.bridges.fields import HFFields
 from bestiary.bridges.pieces import Shape
 from bestiary.bridges.plan import PLAIN, Naming, Plan, plan_export, plan_import
-from bestiary.bridges.rules import Hub, Ignore, Rule, RuleSet
+from bestiary.bridges.rules import Hub, Ignore, Rows, Rule, RuleSet
 from bestiary.bridges.storage import TensorInfo
 from bestiary.models.config import DecoderConfig
 from bestiary.models.errors import InvalidConfig
@@ -150,6 +150,17 @@ class Bridge:
     def plan_export(self, config: DecoderConfig) -> Plan:
         """Which tensors an export writes, and from what; see `bestiary.bridges.plan.plan_export`."""
         return plan_export(self.rule_set, self.parameters(config))
+
+    def fused_modules(self, config: DecoderConfig) -> dict[str, tuple[str, int, int]]:
+        """Modules whose weight is some rows of a fused tensor: module of that tensor on the hub, first row, end."""
+        parameters, found = self.parameters(config), {}
+        for name, shape in parameters.items():
+            rule, captures = self.rule_set.rule(name)
+            if rule is not None and isinstance(rule.written, Rows):
+                (piece,) = rule.written.sized(parameters, captures).pieces(shape, captures)
+                rows = piece.source[0]
+                found[name.rpartition(".")[0]] = piece.hub.name.rpartition(".")[0], rows.start, rows.stop
+        return found
 
     def lies_as_in_hf(self, parameter: str) -> bool:
         """Whether transformers' modules hold `parameter` in our layout: what adapts the one fits the other."""

@@ -137,7 +137,7 @@ def plan_import(
     missing: list[str] = []
     ambiguous: list[str] = []
     items: list[Item] = []
-    for native, shape in parameters.items():
+    for native in parameters:
         if native in fresh:
             continue
         candidates = list(_candidates(rules, native, parameters, naming))

@@ -20,6 +20,7 @@ from bestiary.verify.inputs import Inputs, tokens
 from bestiary.verify.reference import Reference, ReferencePool, hf_config, reference_class
 from bestiary.verify.side import OurSide, TheirSide
 from bestiary.verify.tiny import LENGTH, Raw
+from bestiary.verify.tracing import Trace, unfused
 from bestiary.verify.verdict import FieldFinding, KernelPath, Keys, Profile
 
 T = TypeVar("T")
@@ -124,6 +125,11 @@ class Lab:
     def hf(self, case: str) -> Reference:
         """The float64 reference of a tiny config."""
         return self.reference_of(self.raw(case))
+
+    def trace(self, case: str, inputs: Inputs) -> Trace:
+        """What passed through Hugging Face's modules, each part of a fused one as the module of ours that it is."""
+        parts = self.ours.current.fused_modules(self.decoder_config(case))
+        return unfused(self.hf(case).trace(inputs), parts)
 
     def state(self, raw: Raw, *, seed: int | None = None) -> dict[str, Tensor]:
         """Weights of a config, as Hugging Face holds them."""

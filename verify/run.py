@@ -347,7 +347,7 @@ def _explain(
     if where.question is None:
         divergence = localise(
             model,
-            lab.hf(where.case).trace(where.inputs),
+            lab.trace(where.case, where.inputs),
             lab.ours.current.module_map,
             where.inputs,
             case=where.case,

@@ -65,6 +65,7 @@ ALTERNATIVES: Mapping[str, Sequence[Any]] = {
     "max_position_embeddings": (4096,),
     "initializer_range": (0.05,),
     "rms_norm_eps": (1e-4, 1e-5),
+    "layer_norm_eps": (1e-4, 1e-6),
     "sliding_window": (None, WINDOW - 7),
     "max_window_layers": (4,),
     "attention_dropout": (0.25,),
@@ -224,7 +225,10 @@ def variants(reference: str, raw: Raw) -> list[Variant]:
             continue
         spelled = next((alias for alias, target in attributes.items() if target == name and alias in raw), name)
         for value in _alternatives(name, current, raw["num_hidden_layers"]):
-            found.append(Variant(spelled, value, {**raw, spelled: value}, raw))
+            changed = {**raw, spelled: value}
+            if spelled == "vocab_size" and (raw.get("pad_token_id") or 0) >= value:
+                changed["pad_token_id"] = value - 1
+            found.append(Variant(spelled, value, changed, raw))
     source = inspect.getsource(reference_class(reference).config_class)
     for name, values in UNLISTED.items():
         if name in EVERYWHERE or f'"{name}"' in source:
@@ -288,9 +292,8 @@ def classify(built: Callable[[Raw], Reference], variant: Variant, inputs: Inputs
     Args:
         built: the reference of a config.
     """
-    base = built(variant.against)
     try:
-        model = built(variant.raw)
+        base, model = built(variant.against), built(variant.raw)
         output = model.output(inputs)
     except (*_REJECTIONS, StrictDataclassError) as error:
         return Kind.REJECTED, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -64,6 +64,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "pad_token_id": 7,
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-3,
+        "layer_norm_eps": 1e-3,
         "num_hidden_layers": 5,
         "layer_types": [FULL, SLIDING, SLIDING, FULL, SLIDING],
         "sliding_window": 9,
@@ -224,6 +225,8 @@ def _rope(reference: str, variant: str, raw: Raw) -> Raw | None:
         values = scaling("yarn", head_dim)
         if not _builds(reference, {**raw, "rope_parameters": {**values, "rope_theta": THETA[None]}}):
             values = scaling("longrope", head_dim)  # all that Phi-3's validator knows
+            del values["factor"]
+            values["attention_factor"] = 1.25
         elif own == "yarn":
             values |= {"truncate": True, "attention_factor": 1.25}
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,23 @@ class Trace:
     def modules(self) -> list[str]:
         """Names of the modules that ran, in order of their first output."""
         return list(dict.fromkeys(event.module for event in self.events if event.side == "out"))
+
+
+def unfused(trace: Trace, parts: Mapping[str, tuple[str, int, int]]) -> Trace:
+    """`trace` and, for each module in `parts`, what passed through its columns of a fused one's output.
+
+    Args:
+        parts: a module's name to the fused module, its first column and their end.
+    """
+    inside: dict[str, list[tuple[str, int, int]]] = {}
+    for name, (fused, start, stop) in parts.items():
+        inside.setdefault(fused, []).append((name, start, stop))
+    cut = [
+        Event(name, one.side, tuple(x[..., start:stop] if one.side == "out" else x for x in one.tensors))
+        for one in trace.events
+        for name, start, stop in inside.get(one.module, ())
+    ]
+    return Trace([*trace.events, *cut])
 
 
 def _copies(value: Any) -> tuple[Tensor, ...]:

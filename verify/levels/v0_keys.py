@@ -120,7 +120,7 @@ def _buffers(lab: Lab, case: str) -> Outcome:
 def _refuses(lab: Lab, case: str, kind: str) -> Outcome:
     """A damaged set of keys must be refused by name, with the exit code of keys."""
     hub = dict(lab.hf(case).state())
-    victim = next(name for name in hub if name.endswith("layers.1.self_attn.k_proj.weight"))
+    victim = next(name for name in hub if name.endswith("layers.1.self_attn.o_proj.weight"))
     named = victim
     if kind == "missing key":
         del hub[victim]

@@ -75,7 +75,7 @@ def _pairs(lab: Lab, case: str) -> list[Pair]:
         inputs = lab.probe(case)
         batch, length = inputs.input_ids.shape
         names = ModuleMap(lab.ours.current.module_map)
-        found = list(pairs(trace_ours(lab.model(case), inputs), lab.hf(case).trace(inputs), names, batch, length))
+        found = list(pairs(trace_ours(lab.model(case), inputs), lab.trace(case, inputs), names, batch, length))
         layers = layer_errors(found, lab.layer_types(case))
         record(lab.profiles, "V2", case, lab.gates["V2"].limit, layers=layers)
         return found

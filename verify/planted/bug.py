@@ -40,12 +40,13 @@ def declares(*names: str) -> Callable[[Bridge], bool]:
     return lambda bridge: any(name in config_defaults(bridge.reference) for name in names)
 
 
-def writes(name: str) -> Callable[[Bridge], bool]:
-    """Whether the bridge writes the field `name` into a config.json."""
+def writes(*names: str) -> Callable[[Bridge], bool]:
+    """Whether the bridge writes one of the fields `names` into a config.json."""
 
     def serves(bridge: Bridge) -> bool:
         raw = next(iter(tiny_configs(bridge.reference).values()))
-        return name in bridge.config_to_hf(bridge.parse(raw).decoder)
+        written = bridge.config_to_hf(bridge.parse(raw).decoder)
+        return any(name in written for name in names)
 
     return serves
 

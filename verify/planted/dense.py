@@ -33,6 +33,15 @@ def _swapped_gate_there(mlp: Any, _forward: Callable[..., Tensor]) -> Callable[.
     return lambda x: mlp.down_proj(mlp.act_fn(mlp.up_proj(x)) * mlp.gate_proj(x))
 
 
+def _swapped_fused_gate_there(mlp: Any, _forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        gate, up = mlp.gate_up_proj(x).chunk(2, dim=-1)
+        down: Tensor = mlp.down_proj(mlp.activation_fn(up) * gate)
+        return down
+
+    return forward
+
+
 def _act(activation: Activation) -> tuple[Plant, ReferencePlant]:
     """Another activation than the config's."""
 
@@ -41,16 +50,15 @@ def _act(activation: Activation) -> tuple[Plant, ReferencePlant]:
 
         return ACT2FN[str(activation)]
 
-    def function(model: Any) -> list[Any]:
-        return replay.holding("act_fn")(model)
+    def functions(model: Any) -> list[Any]:
+        named = [m.act_fn for m in replay.holding("act_fn")(model)]
+        named += [m.activation_fn for m in replay.holding("activation_fn")(model)]
+        return list({id(one): one for one in named}.values())
 
     @torch.no_grad()
     def plant(model: Any) -> Any:
         chosen = there(model)
-        return replay.forwards(
-            lambda m: list({id(module.act_fn): module.act_fn for module in function(m)}.values()),
-            lambda _module, _forward: chosen.forward,
-        )(model)
+        return replay.forwards(functions, lambda _module, _forward: chosen.forward)(model)
 
     return adapted(lambda config: config.with_(activation=activation)), plant
 
@@ -130,7 +138,10 @@ BUGS = (
         level="V2",
         applies=_dense,
         ours=patch("bestiary.models.layers.mlp:gated", _swapped_gate),
-        reference=replay.forwards(replay.dense_mlps, _swapped_gate_there),
+        reference=replay.also(
+            replay.forwards(replay.dense_mlps, _swapped_gate_there),
+            replay.forwards(replay.fused_mlps, _swapped_fused_gate_there),
+        ),
     ),
     PlantedBug(
         id="C11a_gelu_exact_for_tanh",

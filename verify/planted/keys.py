@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from bestiary.bridges import Bridge, Plan
 from bestiary.bridges.errors import KeyMismatch
 from bestiary.bridges.pieces import Piece
-from bestiary.bridges.rules import Deinterleave, Expression, Rule, Stack, transpose
+from bestiary.bridges.rules import Deinterleave, Expression, Rows, Rule, Stack, transpose
 from bestiary.models.config import DecoderConfig, QKNorm, QKNormSpan
 from bestiary.verify.planted import replay
 from bestiary.verify.planted.bug import Plant, PlantedBug
@@ -39,6 +40,16 @@ def _uses(op: type[Expression]) -> Callable[[Bridge], bool]:
 
     return lambda bridge: any(
         inside(source) for rule in bridge.rules if isinstance(rule, Rule) for source in rule.layouts.values()
+    )
+
+
+def _stores(leaf: str) -> Callable[[Bridge], bool]:
+    """Whether the hub has tensors of its own for `leaf`, and not one for it and others."""
+    return lambda bridge: any(
+        f".{leaf}." in hub.pattern
+        for rule in bridge.rule_set.by_native.values()
+        for source in rule.layouts.values()
+        for hub, _ in source.leaves()
     )
 
 
@@ -163,6 +174,29 @@ def _second_layout_first(rules: Rules) -> Rules:
         else rule
         for rule in rules
     )
+
+
+def _reversed(pieces: Callable[..., Iterator[Piece]]) -> Callable[..., Iterator[Piece]]:
+    """Parts stand in the hub tensor in reverse order."""
+
+    def cut(self: Rows, shape: tuple[int, ...], captures: tuple[int, ...]) -> Iterator[Piece]:
+        last = len(self.sizes) - 1
+        return pieces(replace(self, sizes=self.sizes[::-1], part=last - self.part), shape, captures)
+
+    return cut
+
+
+def _reversed_there(model: nn.Module) -> AbstractContextManager[nn.Module]:
+    config: Any = model.config
+    values = config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
+
+    def three(weight: Tensor) -> Tensor:
+        return torch.cat((weight[2 * values :], weight[values : 2 * values], weight[:values]))
+
+    return replay.also(
+        replay.tensors(replay.ending("gate_up_proj"), lambda weight: torch.cat(weight.chunk(2)[::-1]), "weight"),
+        replay.tensors(replay.ending("qkv_proj"), three, "weight"),
+    )(model)
 
 
 def _by_text(pieces: Callable[..., Iterator[Piece]]) -> Callable[..., Iterator[Piece]]:
@@ -345,6 +379,7 @@ BUGS = (
         cause="the key tensor is read for keys and for values",
         level="V0",
         applies=lambda config: not config.attention.qkv_bias,
+        serves=_stores("v_proj"),
         ours=_planned(_value_from_key),
         checks=("v_proj.weight", "k_proj.weight"),
     ),
@@ -373,6 +408,7 @@ BUGS = (
         id="B04a_k_v_swapped_on_import",
         cause="the key projection is loaded from the value tensor and the other way round",
         level="V1",
+        serves=_stores("v_proj"),
         ours=_planned(_renamed(_between("k_proj", "v_proj"))),
         checks=("k_proj", "v_proj"),
     ),
@@ -381,6 +417,7 @@ BUGS = (
         cause="exports write gate_proj under the name of up_proj and the other way round",
         level="V1",
         applies=_dense,
+        serves=_stores("up_proj"),
         ours=_exported(_renamed(_between("gate_proj", "up_proj"))),
         checks=("gate_proj", "up_proj"),
     ),
@@ -418,6 +455,14 @@ BUGS = (
         serves=_uses(Deinterleave),
         ours=ruled(_halves),
         reference=HALVES_THERE,
+    ),
+    PlantedBug(
+        id="P45a_fused_parts_in_reverse",
+        cause="the parts of fused projections are taken in reverse order, on import and on export",
+        level="V2",
+        serves=_uses(Rows),
+        ours=patch("bestiary.bridges.rules:Rows.pieces", _reversed),
+        reference=_reversed_there,
     ),
     PlantedBug(
         id="G28e_norm_weight_folded_on_load",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bestiary.models.config import DecoderConfig, NormPlacement
@@ -17,6 +18,10 @@ _BLOCK = "bestiary.models.decoder:Block"
 _BACKBONE = "bestiary.models.decoder:Backbone"
 _EPS = ("eps", "variance_epsilon")
 _HARD = 1e-6
+
+
+def _centres(config: DecoderConfig) -> bool:
+    return config.norm.subtract_mean
 
 
 def _placed(placement: NormPlacement) -> Callable[[DecoderConfig], bool]:
@@ -88,8 +93,57 @@ def _centred(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda x, *args, **kwargs: norm(x - x.mean(-1, keepdim=True), *args, **kwargs)
 
 
+def _uncentred_there(norm: Any, _forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    eps = vars(norm).get("variance_epsilon", vars(norm).get("eps"))
+    return lambda x: norm.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+# ------------------------------------------------------------------ attention and MLP side by side
+
+
+def _one_after_the_other(block: Any) -> None:
+    """The MLP takes what attention left behind, as in other blocks."""
+    norm = block.input_layernorm
+
+    def forward(x: Tensor, rope: Any, mask: Any, cache: Any = None) -> tuple[Tensor, None]:
+        x = x + block.self_attn(norm(x), rope, mask, cache)
+        return x + block.mlp(norm(x)), None
+
+    override(block, forward)
+
+
+def _one_after_the_other_there(layer: Any, _forward: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(x: Tensor, **options: Any) -> Tensor:
+        attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(x), **options)
+        x = x + attended
+        return x + layer.mlp(layer.input_layernorm(x))
+
+    return forward
+
+
+# ------------------------------------------------------------------ norms on what a branch gives
+
+
+def _norm_of_the_sum(block: Any) -> None:
+    def forward(x: Tensor, rope: Any, mask: Any, cache: Any = None) -> tuple[Tensor, None]:
+        x = block.post_attention_layernorm(x + block.self_attn(x, rope, mask, cache))
+        return x + block.post_feedforward_layernorm(block.mlp(x)), None
+
+    override(block, forward)
+
+
+def _norm_of_the_sum_there(layer: Any, _forward: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(x: Tensor, **options: Any) -> Tensor:
+        attended, _ = layer.self_attn(hidden_states=x, **options)
+        x = layer.post_attention_layernorm(x + attended)
+        return x + layer.post_feedforward_layernorm(layer.mlp(x))
+
+    return forward
+
+
 _FEED_FORWARD_SWAP = _swap("pre_feedforward_layernorm", "post_feedforward_layernorm")
 _PRE_SWAP = _swap("input_layernorm", "post_attention_layernorm")
+_POST_SWAP = _swap("post_attention_layernorm", "post_feedforward_layernorm")
 _POST_ATTENTION_SKIP = _skip("post_attention_layernorm")
 _POST_FEED_FORWARD_SKIP = _skip("post_feedforward_layernorm")
 
@@ -168,6 +222,22 @@ BUGS = (
         reference=_POST_FEED_FORWARD_SKIP[1],
     ),
     PlantedBug(
+        id="P28a_branch_norms_swapped",
+        cause="the norm on attention's output and the norm on the MLP's are exchanged",
+        level="V2",
+        applies=_placed(NormPlacement.POST),
+        ours=_POST_SWAP[0],
+        reference=_POST_SWAP[1],
+    ),
+    PlantedBug(
+        id="P28b_branch_norm_outside_the_residual",
+        cause="the norm after attention is taken of the sum with the residual instead of the branch",
+        level="V2",
+        applies=_placed(NormPlacement.POST),
+        ours=built(_BLOCK, _norm_of_the_sum),
+        reference=replay.forwards(replay.layers, _norm_of_the_sum_there),
+    ),
+    PlantedBug(
         id="G28d_norm_weight_without_one",
         cause="norms multiply by w instead of 1 + w",
         level="V2",
@@ -179,8 +249,25 @@ BUGS = (
         id="C58_layer_norm_for_rms_norm",
         cause="norms subtract the mean (LayerNorm instead of RMSNorm)",
         level="V2",
+        applies=lambda config: not _centres(config),
         ours=patch("bestiary.models.layers.norm:rms_norm", _centred),
         reference=replay.forwards(replay.norms, lambda _module, forward: _centred(forward)),
+    ),
+    PlantedBug(
+        id="P58_rms_norm_for_layer_norm",
+        cause="norms do not subtract the mean (RMSNorm instead of LayerNorm)",
+        level="V2",
+        applies=_centres,
+        ours=adapted(lambda config: config.with_(norm=replace(config.norm, subtract_mean=False))),
+        reference=replay.forwards(replay.norms, _uncentred_there),
+    ),
+    PlantedBug(
+        id="P54_parallel_block_in_sequence",
+        cause="the MLP takes what attention left in the residual instead of standing beside it",
+        level="V2",
+        applies=_placed(NormPlacement.PARALLEL),
+        ours=built(_BLOCK, _one_after_the_other),
+        reference=replay.forwards(replay.layers, _one_after_the_other_there),
     ),
     PlantedBug(
         id="C54_residual_after_norm",

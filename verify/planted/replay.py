@@ -37,8 +37,9 @@ def ending(*leaves: str) -> Finder:
     return lambda model: [module for name, module in model.named_modules() if name.rpartition(".")[2] in leaves]
 
 
-attentions = holding("q_proj", "k_proj", "v_proj", "o_proj")
+attentions = holding("o_proj", "head_dim", "scaling")
 dense_mlps = holding("gate_proj", "up_proj", "down_proj", "act_fn")
+fused_mlps = holding("gate_up_proj", "down_proj", "activation_fn")
 experts = holding("gate_up_proj", "down_proj", "num_experts")
 routers = holding("top_k", "num_experts", "weight")
 rotaries = ending("rotary_emb")
