@@ -105,8 +105,8 @@ def test_causes_differ():
 # Of fields of DecoderConfig that have their proof in tests/models/test_blocks.py and no family yet.
 AHEAD = {
     "P05_rope_in_halves",
-    "P28a_branch_norms_swapped",
-    "P28b_branch_norm_outside_the_residual",
+    "P18a_branch_norms_swapped",
+    "P18b_branch_norm_outside_the_residual",
     "P29_score_soft_cap_ignored",
     "P45a_fused_parts_in_reverse",
     "P54_parallel_block_in_sequence",

@@ -222,7 +222,7 @@ BUGS = (
         reference=_POST_FEED_FORWARD_SKIP[1],
     ),
     PlantedBug(
-        id="P28a_branch_norms_swapped",
+        id="P18a_branch_norms_swapped",
         cause="the norm on attention's output and the norm on the MLP's are exchanged",
         level="V2",
         applies=_placed(NormPlacement.POST),
@@ -230,7 +230,7 @@ BUGS = (
         reference=_POST_SWAP[1],
     ),
     PlantedBug(
-        id="P28b_branch_norm_outside_the_residual",
+        id="P18b_branch_norm_outside_the_residual",
         cause="the norm after attention is taken of the sum with the residual instead of the branch",
         level="V2",
         applies=_placed(NormPlacement.POST),
