@@ -97,6 +97,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 FROM_DEFAULTS = ("square",)
+DECLARED_ALONE = frozenset({"layer_norm_eps"})
+"""Fields that a modelling file may read of another config: of its vision part."""
 ONLY_WHERE_SET = frozenset({"attn_logit_softcapping"})
 """Fields that some classes read and never use: they are set only where the class's own default is not null."""
 
@@ -160,8 +162,8 @@ def readable_fields(reference: str) -> Callable[[str], bool]:
 
     @cache
     def readable(name: str) -> bool:
-        if name in declared:
-            return True
+        if name in declared or name in DECLARED_ALONE:
+            return name in declared
         read = re.search(rf'config(\.|, "){name}\b', source) is not None
         return read and (name != "head_dim" or _free_heads(reference))
 
