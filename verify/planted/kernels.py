@@ -23,6 +23,11 @@ def _windowed(config: DecoderConfig) -> bool:
     return LayerType.SLIDING in config.layer_types
 
 
+def _fused_scores(config: DecoderConfig) -> bool:
+    """Whether attention has a form on CPUs beside the plain one: a soft cap on scores leaves none."""
+    return config.attention.logit_softcap is None
+
+
 def _gated_plainly(config: DecoderConfig) -> bool:
     return config.moe is None or config.moe.clamp is None
 
@@ -98,7 +103,7 @@ BUGS = (
         id="K01_document_window_plus_one",
         cause="attention by documents sees one token more than the window, other implementations do not",
         level="K",
-        applies=_windowed,
+        applies=lambda config: _windowed(config) and _fused_scores(config),
         ours=patch(f"{_ATTENTION}:document_attention", _wider_window),
         checks=("attention=documents/",),
         quick=("vocab+0/attention=documents/loss/*",),
@@ -125,6 +130,7 @@ BUGS = (
         id="K04_lean_norm_without_projection",
         cause="the recomputing norm leaves the mean of squares out of its gradient",
         level="K",
+        applies=lambda config: not config.norm.subtract_mean,
         ours=patch(f"{_LEAN}:LeanRMSNorm.backward", _without_projection),
         checks=("norm=lean/",),
         quick=("vocab+0/norm=lean/*",),
@@ -158,6 +164,7 @@ BUGS = (
         id="K07b_documents_always_refused",
         cause="attention by documents says that it cannot run wherever it is asked for",
         level="K",
+        applies=_fused_scores,
         ours=patch(f"{_ATTENTION}:_documents_obstacle", lambda _obstacle: lambda *_args: "it is not ready"),
         checks=("attention = 'documents' cannot run",),
         quick=("vocab+0/attention=documents/loss/*",),
@@ -166,6 +173,7 @@ BUGS = (
         id="K07c_eager_attention_preferred",
         cause="dispatch prefers eager attention to the implementations that are faster",
         level="K",
+        applies=_fused_scores,
         ours=patch(
             f"{_ATTENTION}:_fastest_first", lambda _order: lambda *_args: ("eager", "sdpa", "documents", "flex")
         ),
