@@ -8,6 +8,8 @@ import transformers
 
 from bestiary.bridges import get_bridge, registered_bridges
 from bestiary.bridges.errors import UnsupportedConfig, UnsupportedModelType
+from bestiary.bridges.fields import HFFields
+from bestiary.bridges.rope import share_of
 from bestiary.models.config import (
     DecoderConfig,
     DynamicScaling,
@@ -16,6 +18,7 @@ from bestiary.models.config import (
     Llama3Scaling,
     LongRopeScaling,
     ProportionalScaling,
+    Rope,
     RopeScaling,
     YarnScaling,
 )
@@ -339,3 +342,43 @@ def test_parsing_leaves_the_json_alone(model_type: str) -> None:
     before = copy.deepcopy(json)
     parse(json)
     assert json == before
+
+
+@pytest.mark.parametrize("head_dim", [20, 24, 96, 128])
+def test_the_share_of_a_head_that_turns_is_found_again(head_dim: int) -> None:
+    """transformers multiplies it by head_dim and drops the fraction."""
+    turning = range(2, head_dim + 1, 2)
+    assert [int(head_dim * share_of(dim, head_dim)) for dim in turning] == list(turning)
+
+
+@pytest.mark.parametrize(
+    ("json", "turning"),
+    [
+        ({}, 12),
+        ({"partial_rotary_factor": 0.25}, 6),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}, 18),
+    ],
+)
+def test_a_share_is_read_beside_rope_parameters_and_in_them(json: dict[str, Any], turning: int) -> None:
+    assert partial(json).rotary_dim == turning
+
+
+@pytest.mark.parametrize(
+    "json",
+    [
+        {"partial_rotary_factor": 0.05},
+        {"partial_rotary_factor": 0.4},  # 9 coordinates
+        {"partial_rotary_factor": 1.5},
+        {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 12, "long_factor": [2.0] * 12}},
+    ],
+)
+def test_what_does_not_fit_a_part_of_a_head_is_refused(json: dict[str, Any]) -> None:
+    """The lists of LongRoPE have one number for each pair that turns: here 6."""
+    with pytest.raises(UnsupportedConfig):
+        partial(json)
+
+
+def partial(json: dict[str, Any]) -> Rope:
+    """RoPE of a head of 24 coordinates in a family that turns half of it by default."""
+    return HFFields(json, source="config.json").rope(theta=1e4, rotary_dim=24, max_positions=64, share=0.5)
