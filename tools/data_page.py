@@ -95,7 +95,8 @@ def range_words(low: int, high: int | None) -> str:
 
 def _histogram(report: Report) -> Html:
     rows = [(range_words(low, high), count) for low, high, count in report.histogram]
-    return _bars([(name, count, f"{count:,}") for name, count in rows])
+    most = max([count for _, count in rows], default=0) or 1
+    return _bars([(name, count, f"{count:,}") for name, count in rows], most)
 
 
 def _packing(report: Report) -> Html:
@@ -109,10 +110,10 @@ def _packing(report: Report) -> Html:
     )
 
 
-def _bars(rows: Sequence[tuple[str, float, str]]) -> Html:
-    most = max([value for _, value, _ in rows], default=0) or 1
+def _bars(rows: Sequence[tuple[str, float, str]], whole: float = 1.0) -> Html:
+    """Bars with a name and a figure; `whole` fills the width."""
     cells = [
-        (tag("span", name), tag("i", style=f"width:{value / most:.2%}"), tag("span", words))
+        (tag("span", name), tag("i", style=f"width:{value / whole:.2%}"), tag("span", words))
         for name, value, words in rows
     ]
     return tag("div", cells, class_="bars")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from bestiary.training.data.tokens import IGNORED, Tokens
 if TYPE_CHECKING:
     from bestiary.training.data.config import SourceConfig
 
+_TAG = re.compile(r"<[^<>]*>")
 LITTLE, MUCH = 0.01, 0.95  # share of trained tokens in a conversation that is worth a look
 
 
@@ -93,6 +95,9 @@ class Findings:
             note["little"] += share < LITTLE and not isinstance(sample, Prompt | Reward)
             note["much"] += share > MUCH and not isinstance(sample, Text)
             if chat is not None:
+                parts = [turn.parts["reasoning"] for turn in chat.turns if "reasoning" in turn.parts]
+                thoughts = [one.input_ids[start:end] for start, end in parts]
+                note["thoughtless"] += any(not _TAG.sub("", self._tokenizer.decode(ids)).strip() for ids in thoughts)
                 note["empty"] += any(turn.role == "assistant" and not set(turn.parts) - {"stop"} for turn in chat.turns)
 
     def words(self) -> list[str]:
@@ -103,6 +108,7 @@ class Findings:
             "trimmed": "begin or end with white space that the template trims",
             "changed": "hold text that does not come back from its ids: dropped by the template, or normalised",
             "long": f"are longer than a pack of {self._pack_length} (overflow: {self._overflow})",
+            "thoughtless": "train an empty block of reasoning: give reasoning, or set enable_thinking to false",
             "twice": "are the same as one before",
             "little": f"train less than {LITTLE:.0%} of their tokens",
             "much": f"train more than {MUCH:.0%} of their tokens",

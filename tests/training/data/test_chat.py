@@ -94,6 +94,19 @@ def test_the_tokens_before_the_loss_are_what_serving_sends(tokenizer_of, family)
     assert tokenizer.prompt_ids(TALK[:-1]).tolist() == sent
 
 
+@pytest.mark.parametrize("family", ["qwen3:qwen2_5", "smollm"])
+def test_a_token_never_reaches_from_the_prompt_into_the_answer(tokenizer_of, family):
+    """Encoding the whole text at once would join the header's line end and the answer's; serving cannot."""
+    tokenizer = tokenizer_of(family)
+    talk = (user("Q"), assistant("\n\nA"))
+    joined = tokenizer.encode_rendered(tokenizer.chat.render(talk)).tolist()
+    encoded = encode_chat(tokenizer, talk)
+    sent = tokenizer.prompt_ids(talk[:1]).tolist()
+    assert joined[: len(sent)] != sent
+    assert encoded.input_ids[: int(np.argmax(encoded.loss_mask))].tolist() == sent
+    assert trained(tokenizer, encoded) == ["\n\nA<|im_end|>"]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_whole_is_byte_for_byte_what_the_template_renders(tokenizer_of, family):
     tokenizer = tokenizer_of(family)

@@ -68,6 +68,20 @@ def test_every_trap_is_named_with_its_count(report):
     assert "is a stop token" in report.warnings[0]
 
 
+def test_an_empty_block_of_reasoning_is_a_trap(tokenizer_folder, run_file, tmp_path):
+    config = json.loads(run_file.read_text())["data"]
+    config["sources"] = [{**config["sources"][0], "files": str(run_file.parent / "talks.jsonl")}]
+    config["tokenizer"]["src"] = str(tokenizer_folder("qwen3"))
+    told = {}
+    for thinking in (True, False):
+        config["tokenizer"]["arguments"] = {"enable_thinking": thinking}
+        (tmp_path / "run.json").write_text(json.dumps({"data": config}))
+        told[thinking] = inspect(load_data_config(tmp_path / "run.json"))
+    assert "5 of 5 train an empty block of reasoning" in " ".join(told[True].sources[0].warnings)
+    assert "reasoning" not in " ".join(told[False].sources[0].warnings)
+    assert "otherwise than the whole conversation" in told[False].warnings[0]
+
+
 def test_shares_follow_weights_and_lengths(report):
     (documents, tokens), (other_documents, other_tokens) = report.shares["talks"], report.shares["texts"]
     assert documents == pytest.approx(0.75)

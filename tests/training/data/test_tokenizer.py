@@ -149,6 +149,14 @@ def test_a_fingerprint_says_what_changed(tokenizer_of, tokenizer_folder, tmp_pat
     assert f"token ids of {PROBES[0]!r}" not in told
 
 
+def test_a_config_beside_the_files_changes_no_id(tokenizer_of, tokenizer_folder, tmp_path):
+    """transformers picks the tokenizer's class by config.json where there is one."""
+    alone = tmp_path / "alone"
+    shutil.copytree(tokenizer_folder("smollm"), alone, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    assert (tokenizer_folder("smollm") / "config.json").is_file()
+    BaseHFModelTokenizer.from_pretrained(alone, fingerprint=tokenizer_of("smollm").fingerprint)
+
+
 def test_template_arguments_are_part_of_the_fingerprint(tokenizer_of):
     tokenizer = tokenizer_of("gptoss")
     later = BaseHFModelTokenizer(
