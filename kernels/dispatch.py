@@ -41,6 +41,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "experts": Operation("loop", {"sorted": _BOTH, "grouped": _BOTH}),
     "expert_rows": Operation("torch", {"triton": _GPU}),
     "linear": Operation("torch", {"onednn": _CPU}),
+    "gated_linear": Operation("reference", {"lean": _CPU}),
     "lora_linear": Operation("reference", {"triton": _GPU, "fused": _BOTH}),
     "log_prob": Operation("reference", {"triton": _GPU, "chunked": _BOTH}),
     "selected_log_prob": Operation("reference", {"chunked": _BOTH}),

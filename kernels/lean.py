@@ -35,6 +35,8 @@ class LeanRMSNorm(torch.autograd.Function):
         ctx.plus_one, ctx.scale_then_cast = plus_one, scale_then_cast
         normed = wide * root
         scale = 1.0 + weight.to(wide.dtype) if plus_one else weight
+        if scale_then_cast and scale.dtype == wide.dtype:
+            return normed.mul_(scale).to(x.dtype)
         if scale_then_cast:
             return (scale * normed).to(x.dtype)
         return (scale * normed.to(x.dtype)).to(x.dtype)

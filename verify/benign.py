@@ -236,6 +236,12 @@ def _spelled_out(_gated: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return gated
 
 
+def _spelled_out_in_front(_gated_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same, then a product."""
+    spelled = _spelled_out(_gated_linear)
+    return lambda gate, up, weight, bias, activation: F.linear(spelled(gate, up, activation), weight, bias)
+
+
 # ------------------------------------------------------------------ experts
 
 
@@ -416,7 +422,10 @@ REWRITES: tuple[Benign, ...] = (
     Benign(
         id="activations_spelled_out",
         what="activations by their formulas, up first",
-        ours=patch("bestiary.models.layers.mlp:gated", _spelled_out),
+        ours=together(
+            patch("bestiary.models.layers.mlp:gated", _spelled_out),
+            patch("bestiary.models.layers.mlp:gated_linear", _spelled_out_in_front),
+        ),
         applies=_gated,
     ),
     Benign(id="expert_loop", what="experts one after the other", ours=_forced(experts="loop"), applies=_routed),

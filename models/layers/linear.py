@@ -3,12 +3,30 @@
 from collections.abc import Iterator
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from bestiary.kernels.linear import linear
 from bestiary.kernels.lora_linear import lora_linear
 from bestiary.models.config import LoRAConfig
 from bestiary.models.lora import Adaptable, LowRank, Site, new_adapter
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Whether calling `module` computes x Wᵀ + b and nobody else sees it: a plain `Linear`, no adapter, hook or wrapper.
+
+    False while a graph is traced: the compiler sees through calls itself.
+    """
+    if torch.compiler.is_compiling() or type(module) is not Linear or module.lora is not None:
+        return False
+    seen = (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or torch.nn.modules.module._has_any_global_hook()
+    )
+    return not seen and "forward" not in module.__dict__ and module._compiled_call_impl is None
 
 
 class Linear(Adaptable, nn.Linear):

@@ -3,8 +3,9 @@
 from torch import Tensor, nn
 
 from bestiary.kernels.activation import activated, gated
+from bestiary.kernels.gated_linear import gated_linear
 from bestiary.models.config import DecoderConfig
-from bestiary.models.layers.linear import Linear
+from bestiary.models.layers.linear import Linear, is_bare
 from bestiary.models.lora import adapter
 
 
@@ -28,6 +29,10 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, H) → (B, T, H)."""
-        up = self.up_proj(x)
-        inner = gated(self.gate_proj(x), up, self.activation) if self.gated else activated(up, self.activation)
-        return self.down_proj(inner)
+        up, down = self.up_proj(x), self.down_proj
+        if not self.gated:
+            return down(activated(up, self.activation))
+        gate = self.gate_proj(x)
+        if is_bare(down):
+            return gated_linear(gate, up, down.weight, down.bias, self.activation)
+        return down(gated(gate, up, self.activation))

@@ -14,6 +14,7 @@ from bestiary.kernels.cross_entropy import linear_cross_entropy
 from bestiary.kernels.dispatch import force
 from bestiary.kernels.divergence import TeacherHead, TopK, linear_divergence
 from bestiary.kernels.experts import ExpertLinear, experts_mlp
+from bestiary.kernels.gated_linear import gated_linear
 from bestiary.kernels.head import head_logits
 from bestiary.kernels.linear import linear
 from bestiary.kernels.log_prob import linear_log_prob
@@ -206,6 +207,16 @@ def _blocks() -> Iterator[tuple[str, Operation]]:
                 Operation(_experts(clamp), EXPERTS, {"experts": name}, dtype, any_strides=name != "grouped"),
             )
     yield "linear", Operation(lambda x, w, b: (linear(x, w, b),), ((3, 5, 8), (6, 8), (6,)), {"linear": "torch"})
+    for name in ("lean", "reference"):
+        for activation in ("silu", "gelu_pytorch_tanh", "relu2"):
+            yield (
+                f"gated linear, {activation}, {name}",
+                Operation(
+                    lambda g, u, w, b, activation=activation: (gated_linear(g, u, w, b, activation),),
+                    ((3, 5, 8), (3, 5, 8), (6, 8), (6,)),
+                    {"gated_linear": name},
+                ),
+            )
     for name in ("fused", "reference"):
         yield (
             f"LoRA linear, {name}",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bestiary.kernels.activation import gated
 from bestiary.kernels.dispatch import force
+from bestiary.kernels.gated_linear import gated_linear
 from bestiary.kernels.norm import rms_norm
 
 STYLES = [{}, {"scale_then_cast": True}, {"scale_then_cast": True, "plus_one": True}, {"plus_one": True}]
@@ -115,6 +116,29 @@ def test_less_is_kept_for_the_backward_pass() -> None:
     assert kept["lean"] == (50 * 24 + 24 + 50, 2 * 50 * 24)
     assert kept["torch"][0] > kept["lean"][0]
     assert kept["torch"][1] == 3 * 50 * 24
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, "relu", "relu2"])
+def test_a_product_behind_an_activation_keeps_its_two_inputs_alone(activation: str, bias: bool) -> None:
+    """The same bits as one after the other, the same gradients, and (N, in) of the product are not kept."""
+    gate, up, weight = drawn(2, 25, 24), drawn(2, 25, 24, seed=1), drawn(8, 24, seed=2)
+    leaves = (gate, up, weight, *([drawn(8, seed=3)] if bias else []))
+    found, kept = [], []
+    for implementation in ("lean", "reference"):
+
+        def run() -> Tensor:
+            return gated_linear(gate, up, weight, leaves[3] if bias else None, activation)
+
+        with force(gated_linear=implementation):
+            kept.append(kept_elements(run))
+            out = run()
+        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, upstream)])
+    assert torch.equal(found[0][0], found[1][0])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert kept == [2 * 50 * 24 + 8 * 24, 3 * 50 * 24 + 8 * 24]
 
 
 def test_nothing_changes_where_no_gradient_is_asked_for() -> None:

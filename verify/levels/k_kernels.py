@@ -81,6 +81,12 @@ def _because_dense(config: DecoderConfig) -> str | None:
     return "the model has no experts" if config.moe is None else None
 
 
+def _because_all_routed(config: DecoderConfig) -> str | None:
+    dense = config.moe is None or config.moe.shared is not None
+    dense = dense or not all(config.is_moe_layer(index) for index in range(config.num_hidden_layers))
+    return None if dense and config.mlp_gated else "the model has no gated dense MLP"
+
+
 @dataclass(frozen=True)
 class Path:
     """How level K reaches one optimised implementation.
@@ -139,6 +145,7 @@ PATHS: tuple[Path, ...] = (
     Path("experts", "sorted", ("loss", "lora"), lacks=_because_dense),
     Path("experts", "grouped", ("loss", "lora"), precision=DTYPES[1:], lacks=_because_dense),
     Path("linear", "onednn", ("decode",), trains=False, precision=(torch.float32,), machine=_no_onednn),
+    Path("gated_linear", "lean", ("loss",), lacks=_because_all_routed),
     Path("lora_linear", "fused", ("lora",)),
     Path("log_prob", "chunked", ("loss", "per token", "lora")),
     Path("selected_log_prob", "chunked", ("distilled",)),

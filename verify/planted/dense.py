@@ -11,7 +11,7 @@ from torch import Tensor
 from bestiary.models.config import Activation, DecoderConfig
 from bestiary.verify.planted import replay
 from bestiary.verify.planted.bug import Plant, PlantedBug, ReferencePlant, everywhere
-from bestiary.verify.planted.patching import adapted, built, exchange, override, patch
+from bestiary.verify.planted.patching import adapted, built, exchange, override, patch, together
 
 _HEAD = "bestiary.models.layers.head:Head"
 _BACKBONE = "bestiary.models.decoder:Backbone"
@@ -26,7 +26,7 @@ def _activated(activation: Activation) -> Callable[[DecoderConfig], bool]:
 
 
 def _swapped_gate(gated: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda gate, up, activation: gated(up, gate, activation)
+    return lambda gate, up, *rest: gated(up, gate, *rest)
 
 
 def _swapped_gate_there(mlp: Any, _forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -137,7 +137,10 @@ BUGS = (
         cause="the activation acts on up instead of gate",
         level="V2",
         applies=_dense,
-        ours=patch("bestiary.models.layers.mlp:gated", _swapped_gate),
+        ours=together(
+            patch("bestiary.models.layers.mlp:gated", _swapped_gate),
+            patch("bestiary.models.layers.mlp:gated_linear", _swapped_gate),
+        ),
         reference=replay.also(
             replay.forwards(replay.dense_mlps, _swapped_gate_there),
             replay.forwards(replay.fused_mlps, _swapped_fused_gate_there),

@@ -32,6 +32,10 @@ def _gated_plainly(config: DecoderConfig) -> bool:
     return config.moe is None or config.moe.clamp is None
 
 
+def _dense(config: DecoderConfig) -> bool:
+    return config.mlp_gated and any(not config.is_moe_layer(index) for index in range(config.num_hidden_layers))
+
+
 def _wider_window(attend: Callable[..., Any]) -> Callable[..., Any]:
     def attention(*tensors: Tensor, window: int | None, **options: Any) -> Any:
         return attend(*tensors, window=None if window is None else window + 1, **options)
@@ -143,6 +147,15 @@ BUGS = (
         ours=patch(f"{_LEAN}:LeanGated.backward", _gate_for_up),
         checks=("activation=lean/",),
         quick=("vocab+0/activation=lean/*",),
+    ),
+    PlantedBug(
+        id="K05b_lean_gated_linear_gradients_swapped",
+        cause="activation and product as one function swap the gradients of gate and up",
+        level="K",
+        applies=_dense,
+        ours=patch("bestiary.kernels.gated_linear:_GatedLinear.backward", _gate_for_up),
+        checks=("gated_linear=lean/",),
+        quick=("vocab+0/gated_linear=lean/*",),
     ),
     PlantedBug(
         id="K06_fused_adapter_gradient_unscaled",
