@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from bestiary.kernels.attention_documents import BLOCK, document_attention, ranges_of
+from bestiary.kernels.attention_documents import BLOCK, document_attention, ranges_of, scattered
 from bestiary.kernels.attention_flex import BUCKET, block_mask, flex, flex_obstacle
 from bestiary.kernels.dispatch import choose
 from bestiary.kernels.errors import UnsupportedDispatch
@@ -49,6 +49,7 @@ class MaskSpec:
     _dense: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _blocks: dict[torch.device, BlockMask] = field(default_factory=dict, init=False, repr=False, compare=False)
     _ranges: tuple[Tensor | None, str | None] | None = field(default=None, init=False, repr=False, compare=False)
+    _ranges_suffice: bool = field(default=False, init=False, repr=False, compare=False)
 
     @property
     def is_causal_square(self) -> bool:
@@ -99,7 +100,10 @@ class MaskSpec:
         return self._dense[device]
 
     def ranges(self) -> tuple[Tensor | None, str | None]:
-        """(n, 5) ranges of tokens for `document_attention`, or None and why the mask is none; built once."""
+        """(n, 5) ranges of tokens for `document_attention`, or None and why the mask is none; built once.
+
+        None without a reason: while a graph is traced, which cannot look at documents and padding.
+        """
         if self._ranges is None:
             given = [x for x in (self.documents, self.key_valid) if x is not None]
             if not self.causal:
@@ -108,9 +112,19 @@ class MaskSpec:
                 self._ranges = None, f"borders are read on the CPU, and documents or padding are on {given[0].device}"
             elif self.q_offset - self.kv_offset != self.kv_len - self.q_len:
                 self._ranges = None, "the queries are not the last of the tokens"
+            elif self.documents is not None and self.q_len != self.kv_len:
+                self._ranges = None, "documents do not go together with a cache"
+            elif given and torch.compiler.is_compiling():
+                self._ranges = None, None
             else:
                 self._ranges = ranges_of(self.documents, self.key_valid, self.q_len, self.kv_len)
+            ranges, why = self._ranges
+            self._ranges_suffice = not given or why is not None or (ranges is not None and not scattered(ranges))
         return self._ranges
+
+    def beside_ranges(self) -> tuple[Tensor | None, Tensor | None]:
+        """documents and key_valid where the ranges do not say it all, for `document_attention`."""
+        return (None, None) if self._ranges_suffice else (self.documents, self.key_valid)
 
     def blocks(self, device: torch.device) -> BlockMask:
         """FlexAttention's block mask, of lengths rounded up to whole blocks; built once a device."""
@@ -176,9 +190,12 @@ def attention(
     if implementation == "flex":
         return flex(q, k, v, mask.blocks(q.device), scale=scale, sinks=sinks, softcap=softcap)
     ranges, obstacle = mask.ranges()
-    if ranges is None:
+    if obstacle is not None:
         raise UnsupportedDispatch(f"attention = 'documents' cannot run: {obstacle}.")
-    return document_attention(q, k, v, ranges, window=mask.window, scale=scale, sinks=sinks)[0]
+    documents, key_valid = mask.beside_ranges()
+    return document_attention(
+        q, k, v, ranges, window=mask.window, scale=scale, sinks=sinks, documents=documents, key_valid=key_valid
+    )[0]
 
 
 def _obstacles(

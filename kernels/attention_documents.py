@@ -6,7 +6,9 @@ T · window, not with T². Blocks run in torch's fused CPU kernel, which returns
 to let a sink join the softmax afterwards, and to run the fused backward on the result.
 
 The whole is one custom operator with a backward of its own: a compiled graph holds it as one node, whatever the
-number of ranges and tokens.
+number of ranges and tokens. It reads the ranges from documents and padding itself where a graph, which cannot look at
+data, hands it no list. A row in which a document comes in more than one piece (interleaved documents, padding between
+tokens) is one range, whose blocks get a mask that says who sees whom.
 """
 
 from collections.abc import Iterator
@@ -15,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bestiary.kernels.errors import UnsupportedDispatch
 from bestiary.kernels.precision import at_least_fp32
 
 # Queries of one fused call. Small blocks waste little on keys above the diagonal or left of the window: with 64 rows
 # plain causal attention is a fifth faster than in torch's own causal call forward, and a third backward.
 BLOCK = 64
 ALL_ROWS = -1
+SCATTERED_ROWS = -2  # all rows, alike and scattered; below it −3 − row: one scattered row
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -29,7 +33,7 @@ _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def ranges_of(
     documents: Tensor | None, key_valid: Tensor | None, q_len: int, kv_len: int
 ) -> tuple[Tensor | None, str | None]:
-    """A mask as ranges, or the reason why it is none.
+    """A causal mask as ranges, or the reason why it is none.
 
     Queries are the last `q_len` of the `kv_len` tokens. Padding is in no range, neither as query nor as key.
 
@@ -38,7 +42,7 @@ def ranges_of(
         key_valid: (B, S) booleans on the CPU, False for padding.
     Returns:
         (n, 5) int64 on the CPU: row (`ALL_ROWS` for every row), first query, end of queries, first key, end of keys;
-        or None and why.
+        or None and why. A negative row below `ALL_ROWS` is a whole one in which documents and padding decide further.
     """
     given = documents if documents is not None else key_valid
     if given is None:
@@ -52,11 +56,17 @@ def ranges_of(
     for row in range(1 if shared else given.shape[0]):
         runs = _runs(None if documents is None else documents[row], None if key_valid is None else key_valid[row])
         if len({name for name, _, _ in runs}) != len(runs):
-            return None, "a document or the tokens of a padded row come in more than one piece"
+            found.append([SCATTERED_ROWS if shared else SCATTERED_ROWS - 1 - row, 0, q_len, 0, kv_len])
+            continue
         for _, start, end in runs:
             if end > cached:
                 found.append([ALL_ROWS if shared else row, max(start - cached, 0), end - cached, start, end])
     return _as_tensor(found), None
+
+
+def scattered(ranges: Tensor) -> bool:
+    """Whether the mask is more than its ranges, so that documents and padding are needed beside them."""
+    return bool((ranges[:, 0] <= SCATTERED_ROWS).any())
 
 
 def _as_tensor(found: list[list[int]]) -> Tensor:
@@ -82,11 +92,13 @@ def document_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ranges: Tensor,
+    ranges: Tensor | None,
     *,
     window: int | None,
     scale: float,
     sinks: Tensor | None = None,
+    documents: Tensor | None = None,
+    key_valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q kᵀ · scale) v over `ranges`, differentiable in q, k, v and sinks; CPU only.
 
@@ -97,24 +109,34 @@ def document_attention(
 
     Args:
         q: (B, h, T, d).   k, v: (B, h_kv, S, d), h a multiple of h_kv; the last T of the S tokens are the queries.
-        ranges: from `ranges_of`.
+        ranges: from `ranges_of`; None: read here from documents and key_valid, forward and backward.
         window: tokens a query sees, itself included.
         sinks: (h,) logit that joins the softmax and gives no value.
+        documents, key_valid: what `ranges_of` was given, for `scattered` ranges alone.
     Returns:
         out (B, h, T, d) in q's dtype, laid out as (B, T, h, d), and lse' (B, h, T) in at least fp32, which is not
-        differentiable. A query in no range (padding) gets zeros and lse' = sink or −inf.
+        differentiable. A query in no range (padding) gets zeros and lse' = sink or −inf; in a scattered row
+        padding sees itself.
     """
-    out, lse = _attend(q, k, v, sinks, ranges, window, scale)
+    out, lse = _attend(q, k, v, sinks, ranges, documents, key_valid, window, scale)
     return out, lse
 
 
 @torch.library.custom_op("bestiary::document_attention", mutates_args=(), device_types="cpu")
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ranges: Tensor, window: int | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    ranges: Tensor | None,
+    documents: Tensor | None,
+    key_valid: Tensor | None,
+    window: int | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     q, k, v = _rows_dense(q), _rows_dense(k), _rows_dense(v)
     out, lse = _empty_like_tokens_first(q), _empty_lse(q)
-    mask = _BandMask(ranges, window, k.shape[2] - q.shape[2], q.dtype)
+    ranges, mask = _read(q, k, ranges, documents, key_valid, window)
     if not _covers(ranges, q):
         out.zero_()
         lse.fill_(-torch.inf)
@@ -132,7 +154,15 @@ def _attend(
 
 @_attend.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ranges: Tensor, window: int | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    ranges: Tensor | None,
+    documents: Tensor | None,
+    key_valid: Tensor | None,
+    window: int | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     return _empty_like_tokens_first(q), _empty_lse(q)
 
@@ -145,18 +175,20 @@ def _attend_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    ranges: Tensor,
+    ranges: Tensor | None,
+    documents: Tensor | None,
+    key_valid: Tensor | None,
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, grad = _rows_dense(q), _rows_dense(k), _rows_dense(v), _rows_dense(grad)
     dq = _empty_like_tokens_first(q)
+    ranges, mask = _read(q, k, ranges, documents, key_valid, window)
     if not _covers(ranges, q):
         dq.zero_()
     # Several blocks add to one key: the sum is kept in at least fp32, whatever the dtype of k.
     wide = at_least_fp32(k.dtype)
     dk, dv = _empty_like_tokens_first(k, wide).zero_(), _empty_like_tokens_first(v, wide).zero_()
-    mask = _BandMask(ranges, window, k.shape[2] - q.shape[2], q.dtype)
     for rows, queries, keys, visible in mask.blocks():
         block_dq, block_dk, block_dv = _fused_backward(
             grad[rows, :, queries],
@@ -184,7 +216,9 @@ def _(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    ranges: Tensor,
+    ranges: Tensor | None,
+    documents: Tensor | None,
+    key_valid: Tensor | None,
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,24 +226,40 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, ranges, window, scale = inputs
-    ctx.save_for_backward(q, k, v, sinks, ranges, *output)
+    q, k, v, sinks, ranges, documents, key_valid, window, scale = inputs
+    ctx.save_for_backward(q, k, v, sinks, ranges, documents, key_valid, *output)
     ctx.window, ctx.scale = window, scale
 
 
 def _backward(ctx: Any, grad: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, ranges, out, lse = ctx.saved_tensors
-    dq, dk, dv = _attend_backward(grad, q, k, v, out, lse, ranges, ctx.window, ctx.scale)
+    q, k, v, sinks, ranges, documents, key_valid, out, lse = ctx.saved_tensors
+    dq, dk, dv = _attend_backward(grad, q, k, v, out, lse, ranges, documents, key_valid, ctx.window, ctx.scale)
     dsinks = None
     if sinks is not None and ctx.needs_input_grad[3]:
         # The part of the softmax that the sink took; where nothing is seen, out is zero and so is the product.
         share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
         given = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         dsinks = -(share * given).sum((0, 2)).to(sinks.dtype)
-    return dq, dk, dv, dsinks, None, None, None
+    return dq, dk, dv, dsinks, None, None, None, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_save)
+
+
+def _read(
+    q: Tensor,
+    k: Tensor,
+    ranges: Tensor | None,
+    documents: Tensor | None,
+    key_valid: Tensor | None,
+    window: int | None,
+) -> tuple[Tensor, "_BandMask"]:
+    """The ranges, read here where there are none, and the mask of their blocks."""
+    if ranges is None:
+        ranges, obstacle = ranges_of(documents, key_valid, q.shape[2], k.shape[2])
+        if ranges is None:
+            raise UnsupportedDispatch(f"attention = 'documents' cannot run: {obstacle}.")
+    return ranges, _BandMask(ranges, documents, key_valid, window, k.shape[2] - q.shape[2], q.dtype)
 
 
 class _BandMask:
@@ -217,11 +267,21 @@ class _BandMask:
 
     Args:
         ranges: (n, 5), see `ranges_of`.
+        documents, key_valid: who sees whom in scattered rows.
         shift: tokens before the first query, so that query i is token i + shift.
     """
 
-    def __init__(self, ranges: Tensor, window: int | None, shift: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        ranges: Tensor,
+        documents: Tensor | None,
+        key_valid: Tensor | None,
+        window: int | None,
+        shift: int,
+        dtype: torch.dtype,
+    ) -> None:
         self._ranges: list[list[int]] = ranges.tolist()
+        self._documents, self._key_valid = documents, key_valid
         self._window, self._shift = window, shift
         longest = max((q1 + shift - k0 for _, _, q1, k0, _ in self._ranges), default=1)
         self._before = longest if window is None else min(longest, window - 1)
@@ -233,19 +293,37 @@ class _BandMask:
     def blocks(self) -> Iterator[tuple[slice, slice, slice, Tensor]]:
         """rows, queries, keys and (queries, keys) additive mask of each block, in a fixed order."""
         for row, q0, q1, k0, k1 in self._ranges:
-            rows = slice(None) if row == ALL_ROWS else slice(row, row + 1)
+            apart = row <= SCATTERED_ROWS
+            number = SCATTERED_ROWS - 1 - row if apart else row
+            rows = slice(None) if number == ALL_ROWS else slice(number, number + 1)
             for start in range(q0, q1, BLOCK):
                 end = min(start + BLOCK, q1)
                 own = start + self._shift
                 first, last = max(k0, own - self._before), min(k1, end + self._shift)
                 columns = slice(first - own + self._before, last - own + self._before)
-                yield rows, slice(start, end), slice(first, last), self._band[: end - start, columns]
+                visible = self._band[: end - start, columns]
+                if apart:
+                    hidden = self._hidden(max(number, 0), own, end + self._shift, first)
+                    visible = visible.masked_fill(hidden, -torch.inf)
+                yield rows, slice(start, end), slice(first, last), visible
+
+    def _hidden(self, row: int, start: int, end: int, first: int) -> Tensor:
+        """(end − start, end − first): which of the tokens first..end those of start..end cannot see, never itself."""
+        others, own = slice(first, end), slice(start, end)
+        hidden = torch.zeros(end - start, end - first, dtype=torch.bool)
+        if self._documents is not None:
+            names = self._documents[row]
+            hidden |= names[own, None] != names[None, others]
+        if self._key_valid is not None:
+            hidden |= ~self._key_valid[row, None, others] | ~self._key_valid[row, own, None]
+        hidden.diagonal(start - first).fill_(False)
+        return hidden
 
 
 def _covers(ranges: Tensor, q: Tensor) -> bool:
     """Whether every query of every row is in a range, so that nothing is left to fill."""
     rows, starts, ends = ranges[:, 0], ranges[:, 1], ranges[:, 2]
-    weight = torch.where(rows == ALL_ROWS, q.shape[0], 1)
+    weight = torch.where((rows == ALL_ROWS) | (rows == SCATTERED_ROWS), q.shape[0], 1)
     return int((weight * (ends - starts)).sum()) == q.shape[0] * q.shape[2]
 
 

@@ -1,13 +1,14 @@
 """Losses that are sums over the log-prob core: cross entropy of a linear head with all that trainers add to it."""
 
-from typing import Literal, get_args, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from bestiary.kernels import log_prob_ops
 from bestiary.kernels.errors import InvalidArgument
-from bestiary.kernels.log_prob import checked, implementation, local_setting, per_token, uncompiled
+from bestiary.kernels.log_prob import checked, local_setting, per_token, scalar_loss, uncompiled
 from bestiary.kernels.log_prob_terms import LogitMap, LogProb, ScalarLoss, Wanted
 from bestiary.kernels.precision import at_least_fp32
 
@@ -64,7 +65,6 @@ def linear_cross_entropy(
     """The loss, and log-probabilities without a graph."""
 
 
-@uncompiled
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -109,6 +109,27 @@ def linear_cross_entropy(
         `vocab_tiles.row_chunks`; between forward and backward dX and dW in at least fp32. "none", or a `token_weights`
         that needs a gradient: as `linear_log_prob`.
     """
+    if torch.compiler.is_compiling() and not log_prob_ops.traceable(hidden, weight, group):
+        return _untraced(
+            hidden,
+            weight,
+            target,
+            bias=bias,
+            divisor=divisor,
+            softcap=softcap,
+            temperature=temperature,
+            ignore_index=ignore_index,
+            entropy=entropy,
+            top1=top1,
+            group=group,
+            reduction=reduction,
+            token_weights=token_weights,
+            class_weights=class_weights,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            num_items=num_items,
+            return_log_prob=return_log_prob,
+        )
     local = checked(hidden, weight, target, bias, ignore_index, group)
     dtype, vocab_size = at_least_fp32(torch.promote_types(hidden.dtype, weight.dtype)), local.vocab_size
     _check_options(reduction, token_weights, class_weights, label_smoothing, num_items, local.target, vocab_size)
@@ -134,10 +155,11 @@ def linear_cross_entropy(
         terms = loss.terms(out)
         value = terms if reduction == "none" else terms.sum()
     else:
-        value, out = implementation(local).scalar_loss(
-            local.hidden, local.weight, local.bias, local.target, loss, setting
-        )
+        value, out = scalar_loss(local, loss, setting)
     return (value, out.detached()._replace(logit_mean=None)) if return_log_prob else value
+
+
+_untraced: Any = uncompiled(linear_cross_entropy)
 
 
 def _check_options(

@@ -93,20 +93,25 @@ def choose(operation: str, obstacles: Mapping[str, str | None]) -> str:
     return chosen
 
 
+def forced(operation: str) -> str | None:
+    """The implementation that `force` fixes here, if any."""
+    return _forced.get(operation)
+
+
 def _choice(operation: str, obstacles: Mapping[str, str | None]) -> str:
-    forced = _forced.get(operation)
-    if forced is not None:
-        if forced not in obstacles:
+    fixed = forced(operation)
+    if fixed is not None:
+        if fixed not in obstacles:
             raise UnsupportedDispatch(
-                f"{operation} = {forced!r} is not an implementation of it.", remedy=f"one of {', '.join(obstacles)}"
+                f"{operation} = {fixed!r} is not an implementation of it.", remedy=f"one of {', '.join(obstacles)}"
             )
-        obstacle = obstacles[forced]
+        obstacle = obstacles[fixed]
         if obstacle is not None:
             raise UnsupportedDispatch(
-                f"{operation} = {forced!r} cannot run: {obstacle}.",
+                f"{operation} = {fixed!r} cannot run: {obstacle}.",
                 remedy="drop the forced choice, or change the input",
             )
-        return forced
+        return fixed
     return next(name for name, obstacle in obstacles.items() if obstacle is None)
 
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from bestiary.kernels import log_prob_chunked, log_prob_reference
+from bestiary.kernels import log_prob_chunked, log_prob_ops, log_prob_reference
 from bestiary.kernels.dispatch import choose
-from bestiary.kernels.errors import InvalidArgument, LabelOutOfRange
-from bestiary.kernels.log_prob_terms import LogitMap, LogProb, Setting, Wanted
+from bestiary.kernels.errors import InvalidArgument
+from bestiary.kernels.log_prob_terms import LogitMap, LogProb, ScalarLoss, Setting, Wanted, check_labels
 from bestiary.kernels.precision import at_least_fp32
 from bestiary.kernels.triton_runtime import product_obstacle
 from bestiary.kernels.vocab_parallel import Local, localised
@@ -19,11 +19,9 @@ __all__ = ["LogProb", "linear_log_prob"]
 _IMPLEMENTATIONS: dict[str, ModuleType] = {"chunked": log_prob_chunked, "reference": log_prob_reference}
 
 
-# One graph break, and no more: how many tokens count depends on data, and after the head a step has nothing to fuse.
 uncompiled = torch.compiler.disable(reason="dropped tokens and chunks of the log-prob core depend on data")
 
 
-@uncompiled
 def linear_log_prob(
     hidden: Tensor,
     weight: Tensor,
@@ -64,10 +62,28 @@ def linear_log_prob(
         three times that with entropy and soft cap) and, in the backward pass, dX and dW in at least fp32. Where one
         scalar loss is wanted, `linear_cross_entropy` saves a quarter of it.
     """
+    if torch.compiler.is_compiling() and not log_prob_ops.traceable(hidden, weight, group):
+        return _untraced(
+            hidden,
+            weight,
+            target,
+            bias=bias,
+            divisor=divisor,
+            softcap=softcap,
+            temperature=temperature,
+            ignore_index=ignore_index,
+            entropy=entropy,
+            top1=top1,
+            logit_mean=logit_mean,
+            group=group,
+        )
     wanted = Wanted(entropy=entropy, top1=top1, logit_mean=logit_mean)
     local = checked(hidden, weight, target, bias, ignore_index, group)
     setting = local_setting(local, LogitMap(divisor, softcap, temperature), wanted, ignore_index)
     return per_token(local, setting)
+
+
+_untraced = uncompiled(linear_log_prob)
 
 
 def local_setting(local: Local, logit_map: LogitMap, wanted: Wanted, ignore_index: int) -> Setting:
@@ -78,20 +94,35 @@ def local_setting(local: Local, logit_map: LogitMap, wanted: Wanted, ignore_inde
 
 def per_token(local: Local, setting: Setting) -> LogProb:
     """Runs the chosen implementation on checked inputs; for the functions built on the core."""
-    out: LogProb = implementation(local).log_prob(local.hidden, local.weight, local.bias, local.target, setting)
+    name, inputs = _chosen(local), (local.hidden, local.weight, local.bias, local.target)
+    if torch.compiler.is_compiling():
+        return log_prob_ops.per_token(name, *inputs, setting)
+    out: LogProb = _module(name).log_prob(*inputs, setting)
     return out
 
 
-def implementation(local: Local) -> ModuleType:
-    """The module that computes: it has `log_prob` and `scalar_loss` with the signatures of `log_prob_reference`."""
+def scalar_loss(local: Local, loss: ScalarLoss, setting: Setting) -> tuple[Tensor, LogProb]:
+    """() loss, and log-probabilities without a graph; for the functions built on the core."""
+    name, inputs = _chosen(local), (local.hidden, local.weight, local.bias, local.target)
+    if torch.compiler.is_compiling():
+        return log_prob_ops.scalar_loss(name, *inputs, loss, setting)
+    out: tuple[Tensor, LogProb] = _module(name).scalar_loss(*inputs, loss, setting)
+    return out
+
+
+def _chosen(local: Local) -> str:
     sharded = "its vocabulary is not split over ranks" if local.shard is not None else None
     triton = product_obstacle(local.hidden, local.weight, local.bias)
-    chosen = choose("log_prob", {"triton": triton, "chunked": None, "reference": sharded})
-    if chosen == "triton":
+    return choose("log_prob", {"triton": triton, "chunked": None, "reference": sharded})
+
+
+def _module(name: str) -> ModuleType:
+    """It has `log_prob` and `scalar_loss` with the signatures of `log_prob_reference`."""
+    if name == "triton":
         from bestiary.kernels import triton_log_prob  # needs the optional triton
 
         return triton_log_prob
-    return _IMPLEMENTATIONS[chosen]
+    return _IMPLEMENTATIONS[name]
 
 
 def checked(
@@ -117,17 +148,6 @@ def checked(
             f"bias is {tuple(bias.shape)} and weight {tuple(weight.shape)}.", remedy="pass a bias of (V,)"
         )
     local = localised(hidden, weight, bias, target.long(), group)
-    check_labels(local.target, ignore_index, local.vocab_size)
+    if not torch.compiler.is_compiling():  # there the operator looks
+        check_labels(local.target, ignore_index, local.vocab_size)
     return local
-
-
-def check_labels(target: Tensor, ignore_index: int, vocab_size: int) -> None:
-    """Raises `LabelOutOfRange` for the first label that is neither `ignore_index` nor in [0, vocab_size)."""
-    wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
-    if wrong.any():
-        position = int(wrong.nonzero()[0])
-        raise LabelOutOfRange(
-            f"label {int(target[position])} at flat position {position} is outside [0, {vocab_size}) "
-            "and not ignore_index.",
-            remedy="mask it with ignore_index = -100, or check the tokenizer against vocab_size",
-        )

@@ -104,7 +104,7 @@ class _PerToken(torch.autograd.Function):
         setting: Setting,
         passes: Passes,
     ) -> tuple[Tensor | None, ...]:
-        with _full_precision(hidden):
+        with full_precision(hidden):
             problem = Problem(hidden, weight, bias, target, setting)
             found = passes.without_gradients(problem)
             out = problem.output(found)
@@ -125,7 +125,7 @@ class _PerToken(torch.autograd.Function):
         refuse_second_order("log_prob", ctx.passes.name)
         hidden, weight, bias, target, peak, log_sum, log_prob, entropy = ctx.saved_tensors
         of_log_prob, of_lse, of_entropy, _, of_mean = upstream
-        with _full_precision(hidden):
+        with full_precision(hidden):
             problem = Problem(hidden, weight, bias, target, ctx.setting)
             zeros = torch.zeros(target.shape, dtype=problem.vocabulary.dtype, device=target.device)
             gradients = ctx.passes.recomputed(
@@ -161,7 +161,7 @@ class _Scalar(torch.autograd.Function):
         passes: Passes,
         differentiate: bool,
     ) -> tuple[Tensor | None, ...]:
-        with _full_precision(hidden):
+        with full_precision(hidden):
             problem = Problem(hidden, weight, bias, target, setting)
             if differentiate and any(ctx.needs_input_grad):
                 found, ctx.held = passes.with_gradients(problem, loss, ctx.needs_input_grad[:3])
@@ -182,7 +182,7 @@ class _Scalar(torch.autograd.Function):
         if scale is None:
             return (None,) * 8
         held, ctx.held = ctx.held, None
-        with _full_precision(hidden):
+        with full_precision(hidden):
             problem = Problem(hidden, weight, bias, target, ctx.setting)
             if held is None:
                 held = ctx.passes.with_gradients(problem, ctx.loss, ctx.needs_input_grad[:3])[1]
@@ -206,7 +206,7 @@ def _delivered(ctx: Any, problem: Problem, gradients: Sums) -> tuple[Tensor | No
     return of_hidden, of_weight, None if gradients.bias is None or bias is None else gradients.bias.to(bias.dtype)
 
 
-def _full_precision(hidden: Tensor) -> torch.autocast:
+def full_precision(hidden: Tensor) -> torch.autocast:
     """Sums run in at least fp32 under autocast too."""
     return torch.autocast(hidden.device.type, enabled=False)
 

@@ -82,16 +82,16 @@ def _recomputed(problem: Problem, known: Known, upstream: Upstream, needs: Needs
     return gradients
 
 
-_PASSES = Passes("chunked", _without_gradients, _with_gradients, _recomputed)
+PASSES = Passes("chunked", _without_gradients, _with_gradients, _recomputed)
 
 
 def log_prob(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, setting: Setting) -> LogProb:
     """Per-token log-probabilities, differentiable once; arguments as checked by `linear_log_prob`."""
-    return per_token(hidden, weight, bias, target, setting, _PASSES)
+    return per_token(hidden, weight, bias, target, setting, PASSES)
 
 
 def scalar_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss: ScalarLoss, setting: Setting
 ) -> tuple[Tensor, LogProb]:
     """() loss with its gradients computed at once, and log-probabilities without a graph."""
-    return scalar(hidden, weight, bias, target, loss, setting, _PASSES)
+    return scalar(hidden, weight, bias, target, loss, setting, PASSES)

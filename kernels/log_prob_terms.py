@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bestiary.kernels.errors import InvalidArgument
+from bestiary.kernels.errors import InvalidArgument, LabelOutOfRange
 from bestiary.kernels.vocab_parallel import VocabShard
 
 
@@ -113,3 +113,15 @@ class ScalarLoss:
         if self.smoothing and out.logit_mean is not None:
             terms = terms - self.smoothing * self.token * (out.logit_mean - self.mean_mass * out.lse)
         return terms
+
+
+def check_labels(target: Tensor, ignore_index: int, vocab_size: int) -> None:
+    """Raises `LabelOutOfRange` for the first label that is neither `ignore_index` nor in [0, vocab_size)."""
+    wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
+    if wrong.any():
+        position = int(wrong.nonzero()[0])
+        raise LabelOutOfRange(
+            f"label {int(target[position])} at flat position {position} is outside [0, {vocab_size}) "
+            "and not ignore_index.",
+            remedy="mask it with ignore_index = -100, or check the tokenizer against vocab_size",
+        )

@@ -5,16 +5,28 @@ them. Two cores of a Zen 5, GFLOP/s of (1024, 640) · (640, 4096), forward, dX, 
 394. Both add in fp32, in different orders. Everywhere else, and for small matrices, these are `torch.mm`.
 """
 
+from collections.abc import Sequence
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 SMALL = 2**22  # multiply-adds below which calling costs more than it saves
 
 inner_product: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+def _multiply_adds(x: Sequence[int], weight: Sequence[int], *_: object, out_shape: object = None, **__: object) -> int:
+    """What torch counts for `F.linear` of the same shapes, which knows no formula for oneDNN's."""
+    return 2 * prod(x) * weight[0]
+
+
+if inner_product is not None:
+    register_flop_formula(inner_product)(_multiply_adds)
 
 
 @cache

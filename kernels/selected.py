@@ -9,11 +9,11 @@ from torch.utils.checkpoint import checkpoint
 
 from bestiary.kernels.dispatch import choose
 from bestiary.kernels.errors import InvalidArgument
-from bestiary.kernels.log_prob import check_labels, uncompiled
+from bestiary.kernels.log_prob import uncompiled
 from bestiary.kernels.log_prob_autograd import refuse_second_order
 from bestiary.kernels.log_prob_gradients import Gradients, bend
 from bestiary.kernels.log_prob_reference import LOGITS_PER_CHUNK, logits_of
-from bestiary.kernels.log_prob_terms import LogitMap
+from bestiary.kernels.log_prob_terms import LogitMap, check_labels
 from bestiary.kernels.precision import at_least_fp32
 from bestiary.kernels.vocab_parallel import Local, VocabShard, localised
 from bestiary.kernels.vocab_tiles import Blocks, Tile, Vocabulary, row_chunks

@@ -205,12 +205,12 @@ def _recomputed(problem: Problem, known: Known, upstream: Upstream, needs: Needs
     return sums
 
 
-_PASSES = Passes("triton", _without_gradients, _with_gradients, _recomputed)
+PASSES = Passes("triton", _without_gradients, _with_gradients, _recomputed)
 
 
 def log_prob(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, setting: Setting) -> LogProb:
     """Per-token log-probabilities, differentiable once; arguments as checked by `linear_log_prob`."""
-    return per_token(hidden, weight, bias, target, setting, _PASSES)
+    return per_token(hidden, weight, bias, target, setting, PASSES)
 
 
 def scalar_loss(
@@ -223,4 +223,4 @@ def scalar_loss(
     if setting.logit_map.softcap is not None:
         out = log_prob(hidden, weight, bias, target, setting)
         return loss.terms(out).sum(), out.detached()
-    return scalar(hidden, weight, bias, target, loss, setting, _PASSES)
+    return scalar(hidden, weight, bias, target, loss, setting, PASSES)

@@ -13,7 +13,7 @@ from bestiary.models.lora import Adaptable, LowRank, Site, new_adapter
 
 
 def is_bare(module: nn.Module) -> bool:
-    """Whether calling `module` computes x Wᵀ + b and nobody else sees it: a plain `Linear`, no adapter, hook or wrapper.
+    """Whether calling `module` computes x Wᵀ + b and nobody else sees it: no adapter, hook or wrapper.
 
     False while a graph is traced: the compiler sees through calls itself.
     """

@@ -34,10 +34,13 @@ def heads(
 
 @st.composite
 def specs(draw: st.DrawFn) -> MaskSpec:
-    """Lengths at the borders of blocks, windows around them, documents, padding on either side, a padded cache."""
+    """Lengths at the borders of blocks, windows around them, documents, padding on either side, a padded cache.
+
+    Documents come in one piece or in several; padding lies at an end or anywhere.
+    """
     length = draw(st.sampled_from(LENGTHS))
     window = draw(st.none() | st.integers(1, length + 2) | st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1]))
-    kind = draw(st.sampled_from(["plain", "documents", "left", "right", "cache"]))
+    kind = draw(st.sampled_from(["plain", "documents", "mixed", "left", "right", "holes", "cache"]))
     new = draw(st.integers(1, length)) if kind == "cache" else length
     spec = MaskSpec(new, length, q_offset=length - new, window=window)
     if kind == "documents":
@@ -45,6 +48,11 @@ def specs(draw: st.DrawFn) -> MaskSpec:
         spec.documents = torch.stack(
             [torch.searchsorted(torch.tensor(sorted(row)), torch.arange(length), right=True) for row in cuts]
         )
+    elif kind in {"mixed", "holes"}:
+        seed = draw(st.integers(0, 99))
+        names = torch.randint(0, 4, (2, length), generator=torch.Generator().manual_seed(seed))
+        spec.documents = names if kind == "mixed" else None
+        spec.key_valid = names > 0 if kind == "holes" or draw(st.booleans()) else None
     elif kind in {"left", "right", "cache"} and draw(st.booleans()):
         amount = torch.tensor(draw(st.lists(st.integers(0, length - 1), min_size=2, max_size=2)))[:, None]
         places = torch.arange(length)[None]
@@ -231,8 +239,8 @@ def test_nothing_of_tokens_times_tokens_is_allocated(window: int | None) -> None
     ranges, _ = spec.ranges()
     assert ranges is not None
     with Largest() as seen:  # the bodies: a mode sees an operator from outside only
-        out, lse = _attend._init_fn(q, k, v, sinks, ranges, window, SCALE)
-        _attend_backward._init_fn(torch.ones_like(out), q, k, v, out, lse, ranges, window, SCALE)
+        out, lse = _attend._init_fn(q, k, v, sinks, ranges, None, None, window, SCALE)
+        _attend_backward._init_fn(torch.ones_like(out), q, k, v, out, lse, ranges, None, None, window, SCALE)
     longest = (1500 if window is None else window) + BLOCK
     assert seen.elements <= max(q.numel(), BLOCK * longest)
     with Largest() as dense, force(attention="sdpa"):
@@ -252,18 +260,36 @@ def test_what_is_saved_is_what_came_in_and_out() -> None:
 
 def test_the_operators_keep_their_promises() -> None:
     """Fake tensors, strides, autograd registration and dynamic shapes agree with what runs (torch's own checks)."""
-    for spec in (
-        MaskSpec(70, 70, window=33),
-        MaskSpec(70, 70, documents=torch.arange(70)[None].expand(2, -1) // 30),
+    documents, padded = torch.arange(70)[None].expand(2, -1) // 30, torch.arange(70)[None].repeat(2, 1) % 9 > 0
+    for spec, listed, sunk in (
+        (MaskSpec(70, 70, documents=documents, window=33), True, False),
+        (MaskSpec(70, 70, documents=documents, key_valid=padded), False, True),
     ):
         q, k, v, sinks = heads(spec, 2, 4, 2, 6)
-        ranges, _ = spec.ranges()
-        assert ranges is not None
-        for given_sinks in (sinks, None):
-            torch.library.opcheck(_attend, (q, k, v, given_sinks, ranges, spec.window, SCALE))
-        out, lse = (x.detach() for x in document_attention(q, k, v, ranges, window=spec.window, scale=SCALE))
-        fixed = (torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse)
-        torch.library.opcheck(_attend_backward, (*fixed, ranges, spec.window, SCALE))
+        ranges = spec.ranges()[0] if listed else None
+        rest = (ranges, *((None, None) if listed else (spec.documents, spec.key_valid)), spec.window, SCALE)
+        torch.library.opcheck(_attend, (q, k, v, sinks if sunk else None, *rest))
+        out, lse = (x.detach() for x in _attend(q, k, v, None, *rest))
+        torch.library.opcheck(_attend_backward, (out, q.detach(), k.detach(), v.detach(), out, lse, *rest))
+
+
+@pytest.mark.parametrize("kind", ["documents", "padding", "interleaved"])
+def test_ranges_that_the_operator_reads_itself_are_those_it_is_given(kind: str) -> None:
+    """What a graph does that cannot look at documents: the same bits."""
+    names = torch.arange(140)[None].repeat(2, 1)
+    spec = MaskSpec(140, 140, window=50)
+    if kind == "padding":
+        spec.key_valid = names >= torch.tensor([[0], [70]])
+    else:
+        spec.documents = names // 60 if kind == "documents" else names // 20 % 2
+    q, k, v, sinks = heads(spec, 2, 4, 2, 6)
+    given, obstacle = spec.ranges()
+    assert obstacle is None
+    results = []
+    for ranges in (given, None):
+        out, lse = _attend(q, k, v, sinks, ranges, spec.documents, spec.key_valid, spec.window, SCALE)
+        results.append([out, lse, *torch.autograd.grad(out.sin().sum(), (q, k, v, sinks))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_mixed_precision_narrows_as_torch_does() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from bestiary.kernels import products
 from bestiary.kernels.cross_entropy import linear_cross_entropy
@@ -145,3 +146,18 @@ def test_experts(bias: bool) -> None:
 
     for one, other in zip(outcome(torch.float32, "sorted"), outcome(torch.float64, "loop"), strict=True):
         close(one, other)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_flops_are_counted_as_those_of_any_product(bias: bool) -> None:
+    """torch's counter sees a linear layer forward and backward, and the products of the log-prob core."""
+    x, weight = normal(2, 5, 20).requires_grad_(), normal(64, 20, seed=1).requires_grad_()
+    offset = normal(64, seed=2).requires_grad_() if bias else None
+    target = torch.arange(10)
+    counts = []
+    for name in ("onednn", "torch"):
+        with force(linear=name), FlopCounterMode(display=False) as counter:
+            linear(x, weight, offset).sum().backward()
+            linear_cross_entropy(x.flatten(0, 1), weight, target).backward()
+        counts.append(counter.get_total_flops())
+    assert counts == [2 * 3 * (2 * 10 * 20 * 64)] * 2

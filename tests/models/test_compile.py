@@ -1,4 +1,4 @@
-"""Compiled blocks: no graph break, and one graph a layer type for every number of tokens and documents."""
+"""Compiled blocks and whole models: no graph break, one graph for every number of tokens and documents."""
 
 from collections.abc import Iterator
 
@@ -88,12 +88,40 @@ def test_routed_blocks_with_adapters_are_whole_graphs(family: str, dtype: torch.
     assert count.frame_count == LAYER_TYPES[family] + 1
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_the_whole_forward_breaks_at_the_head_alone(family: str) -> None:
-    """Inputs, masks, embedding, blocks and routing are traced; how many tokens the loss counts is data."""
-    model, ids = tiny(family, torch.float32), tokens(2, 17)
-    explained = torch._dynamo.explain(lambda: model(ids, labels=ids).loss)()
-    assert {"dropped tokens and chunks" in reason.reason for reason in explained.break_reasons} == {True}
+@pytest.mark.parametrize("family", LAYER_TYPES)
+def test_a_training_step_is_one_whole_graph(family: str) -> None:
+    """Inputs, masks, embedding, blocks, routing, head and loss, forward and backward: no break (fullgraph), and one
+    graph for every length."""
+    model, plain = tiny(family), tiny(family)
+    count = CompileCounterWithBackend("aot_eager")
+    whole = torch.compile(model, backend=count, fullgraph=True)
+    for length in (17, 65, 40):
+        ids = tokens(2, length)
+        torch._dynamo.mark_dynamic(ids, 1)
+        model.zero_grad()
+        whole(input_ids=ids, labels=ids).loss.backward()
+    ours = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    for one, other in zip(ours, gradients(plain, input_ids=tokens(2, length)), strict=True):
+        assert (one - other).abs().max() < 1e-12 * (1 + other.abs().max())
+    assert count.frame_count == 1
+
+
+def test_a_graph_serves_padding_and_documents_of_any_kind() -> None:
+    """Traced without a look at the data: padding on the left, none, inside of rows; positions that restart or not."""
+    length, ids = 23, tokens(2, 23)
+    model, plain = tiny("gpt_oss"), tiny("gpt_oss")
+    count, places = CompileCounterWithBackend("aot_eager"), torch.arange(length)
+    whole = torch.compile(model, backend=count, fullgraph=True)
+    masks = [padded(length, 5), torch.ones(2, length).long(), (places % torch.tensor([[4], [5]]) != 3).long()]
+    positions = [places[None], torch.cat((places[:9], places[: length - 9]))[None]]
+    for name, values in {"attention_mask": masks, "position_ids": positions}.items():
+        for value in values:
+            model.zero_grad()
+            whole(ids, labels=ids, **{name: value}).loss.backward()
+            ours = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            for one, other in zip(ours, gradients(plain, input_ids=ids, **{name: value}), strict=True):
+                assert (one - other).abs().max() < 1e-12 * (1 + other.abs().max())
+    assert count.frame_count == 2
 
 
 def test_a_compiled_lookup_refuses_ids_outside_the_vocabulary() -> None:
