@@ -274,14 +274,18 @@ def _rows_backward(
     with full_precision(hidden):
         problem = _problem(hidden, weight, bias, target, logit_map, wanted, ignore_index)
         every = slice(0, problem.tokens)
-        known = [problem.take(column, every) for column in (peak, log_sum, log_prob)]
-        of_each = None if of_entropy is None else problem.take(entropy, every)
+        known = Known(
+            problem.take(peak, every),
+            problem.take(log_sum, every),
+            problem.take(log_prob, every),
+            None if of_entropy is None else problem.take(entropy, every),
+        )
         zeros = torch.zeros_like(log_prob)
         upstream = Upstream(
             zeros if of_log_prob is None else of_log_prob, zeros if of_lse is None else of_lse, of_entropy, of_mean
         )
         needs = (for_hidden, for_weight, for_bias)
-        sums = _passes(implementation).recomputed(problem, Known(*known, of_each), upstream, needs)
+        sums = _passes(implementation).recomputed(problem, known, upstream, needs)
         of_hidden = None if sums.hidden is None else problem.spread(sums.hidden.to(hidden.dtype))
     return (
         hidden.new_empty(0) if of_hidden is None else of_hidden,
