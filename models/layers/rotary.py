@@ -47,6 +47,8 @@ class RotaryTable:
         """inv_freq (rotary_dim / 2,) on the CPU and the factor on cos and sin."""
         if isinstance(self.rope.scaling, DynamicScaling | LongRopeScaling):
             return rope_frequencies(self.rope, dtype, length=int(position_ids.max()) + 1)
+        if torch.compiler.is_compiling():  # a graph that fills the cache is traced again once it is full
+            return rope_frequencies(self.rope, dtype)
         if dtype not in self._frequencies:
             self._frequencies[dtype] = rope_frequencies(self.rope, dtype)
         return self._frequencies[dtype]

@@ -88,6 +88,7 @@ def test_routed_blocks_with_adapters_are_whole_graphs(family: str, dtype: torch.
     assert count.frame_count == LAYER_TYPES[family] + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", LAYER_TYPES)
 def test_a_training_step_is_one_whole_graph(family: str) -> None:
     """Inputs, masks, embedding, blocks, routing, head and loss, forward and backward: no break (fullgraph), and one
@@ -106,6 +107,7 @@ def test_a_training_step_is_one_whole_graph(family: str) -> None:
     assert count.frame_count == 1
 
 
+@pytest.mark.slow
 def test_a_graph_serves_padding_and_documents_of_any_kind() -> None:
     """Traced without a look at the data: padding on the left, none, inside of rows; positions that restart or not."""
     length, ids = 23, tokens(2, 23)
