@@ -165,17 +165,32 @@ def _nearness(outcome: Outcome) -> float:
     return outcome.figure / outcome.gate.limit if outcome.gate.limit else (math.inf if outcome.figure else 0.0)
 
 
+_NOT_ASKED = Outcome("inconclusive", Exit.INCONCLUSIVE, "not asked: an earlier check failed")
+
+
 def run_level(
-    level: str, title: str, checks: Sequence[Check], *, on_error: Exit, refusals_are_answers: bool
+    level: str,
+    title: str,
+    checks: Sequence[Check],
+    *,
+    on_error: Exit,
+    refusals_are_answers: bool,
+    first_failure: bool = False,
 ) -> tuple[Level, list[Outcome]]:
     """Runs every check of a level and counts.
 
     Args:
         on_error: exit code of an exception in the code under test.
         refusals_are_answers: whether a refused check leaves the level ok (config coverage), or makes it `refused`.
+        first_failure: ask no further once a check has failed that can be looked at again.
     """
     start = time.perf_counter()
-    outcomes = [execute(check, on_error) for check in checks]
+    outcomes: list[Outcome] = []
+    for check in checks:
+        outcomes.append(execute(check, on_error))
+        if first_failure and outcomes[-1].status == "failed" and outcomes[-1].replay is not None:
+            outcomes += [_NOT_ASKED] * (len(checks) - len(outcomes))
+            break
     counts = {word: sum(o.status == word for o in outcomes) for word in ("passed", "failed", "refused", "inconclusive")}
     worst: Worst | None = None
     findings = []

@@ -8,7 +8,7 @@ from pathlib import Path
 from bestiary.verify.html_kills import kill_section, kill_words
 from bestiary.verify.html_sections import badge, level_sections, scroll, section, tone
 from bestiary.verify.markup import Child, Html, document, join, tag
-from bestiary.verify.report import MEANING, report_word, totals
+from bestiary.verify.report import MEANING, report_word, totals, whose_text
 from bestiary.verify.self_test import SelfTest
 from bestiary.verify.verdict import Exit, Level, Report, Verdict
 
@@ -76,6 +76,7 @@ def _banner(report: Report) -> Html:
     remarks = []
     if any(one.scope == "partial" for one in report.verdicts):
         remarks.append("Partial run: some levels or checks were not asked.")
+    remarks += [whose for one in report.verdicts if (whose := whose_text(one)) is not None]
     if not all(one.official for one in report.verdicts):
         remarks.append("Some gates were tightened: this is not a run by the official ones.")
     return tag(

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from bestiary.verify.report import MEANING, figure_text, totals
+from bestiary.verify.report import MEANING, figure_text, totals, whose_text
 from bestiary.verify.self_test import SelfTest
 from bestiary.verify.verdict import Exit, Report, Verdict
 
@@ -54,6 +54,10 @@ def _verdict(verdict: Verdict) -> Iterator[str]:
     yield ""
     if verdict.scope == "partial":
         yield "This was a partial run: some levels or checks were not asked."
+        yield ""
+    whose = whose_text(verdict)
+    if whose is not None:
+        yield _md(whose)
         yield ""
     if not verdict.official:
         yield "Some gates were tightened: this is not a run by the official ones."

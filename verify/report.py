@@ -111,6 +111,16 @@ def _divergence(verdict: Verdict) -> Iterator[str]:
             yield f"  or                {_cut(other.hint, 90)} ({other.reproduces_to:.0e})"
 
 
+def whose_text(verdict: Verdict) -> str | None:
+    """A sentence on whose implementation was verified, where it is not bestiary's."""
+    other = verdict.implementation
+    if other is None:
+        return None
+    return (
+        f"Verified is {other.factory}, not bestiary's own model; {len(other.omitted)} levels and checks were not asked."
+    )
+
+
 def _whose(verdict: Verdict) -> list[str]:
     """Whose implementation was verified, where it is not ours, and of how much it was not asked."""
     other = verdict.implementation

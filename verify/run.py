@@ -120,6 +120,7 @@ def run(
     progress: Callable[[str], None] | None = None,
     foreign: Foreign | None = None,
     device: torch.device = CPU,
+    first_failure: bool = False,
 ) -> Verdict:
     """Verifies one family on tiny configs.
 
@@ -138,6 +139,8 @@ def run(
         explain: names causes of a divergence (planted-bug replay).
         progress: called with a line before each level.
         foreign: an implementation of somebody else's, verified in place of ours.
+        first_failure: ask a level no further once a check has failed that can be looked at again: a self-test needs
+            no more.
         device: where both sides compute; level K has implementations of its own for the CPU and runs there.
     Returns:
         The verdict. Errors of usage (unknown family, level or pattern) are raised.
@@ -170,7 +173,7 @@ def run(
         mutate_reference(lab.theirs)
     try:
         with lab.ours.patched(), lab.theirs.patched(), quiet(), _one_thread():
-            return _verify(lab, specs, only, keep_going, explain, progress or (lambda _: None), start)
+            return _verify(lab, specs, only, keep_going, first_failure, explain, progress or (lambda _: None), start)
     finally:
         lab.close()
 
@@ -191,6 +194,7 @@ def _verify(
     specs: Sequence[LevelSpec],
     only: Sequence[str],
     keep_going: bool,
+    first_failure: bool,
     explain: Explain | None,
     progress: Callable[[str], None],
     start: float,
@@ -215,6 +219,7 @@ def _verify(
             checks,
             on_error=spec.on_error,
             refusals_are_answers=spec.refusals_are_answers,
+            first_failure=first_failure,
         )
         results.append(level)
         codes += exit_codes(level)

@@ -199,7 +199,7 @@ def _seen_by(family: str, bug: PlantedBug, levels: Sequence[str], seed: int, poo
     seen = []
     for level in levels:
         try:
-            verdict = run(family, level, seed, cases=cases, mutate_ours=bug.ours, pool=pool)
+            verdict = run(family, level, seed, cases=cases, mutate_ours=bug.ours, pool=pool, first_failure=True)
         except (AttributeError, ImportError, TypeError, KeyError):
             continue  # cannot be planted, which the kill reports
         if _killing(verdict):
@@ -221,7 +221,17 @@ def _planted(
 ) -> tuple[Verdict | None, str]:
     """The verdict on a family with the bug; None and why, where it cannot be planted or no check has that name."""
     try:
-        verdict = run(family, bug.level, seed, only=only, cases=cases, mutate_ours=bug.ours, pool=pool, explain=explain)
+        verdict = run(
+            family,
+            bug.level,
+            seed,
+            only=only,
+            cases=cases,
+            mutate_ours=bug.ours,
+            pool=pool,
+            explain=explain,
+            first_failure=bug.reference is not None and not bug.checks,  # then a replay names the cause
+        )
     except BadUsage as error:
         return None, f"no such check: {error.what}"
     except (AttributeError, ImportError, TypeError, KeyError) as error:

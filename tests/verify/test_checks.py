@@ -3,10 +3,23 @@
 import math
 
 import pytest
+import torch
 
 from bestiary.bridges.errors import KeyMismatch, UnsupportedConfig
-from bestiary.verify.checks import Check, Outcome, execute, exit_codes, judged, not_run, passed, run_level, selected
+from bestiary.verify.checks import (
+    Check,
+    Outcome,
+    Replay,
+    execute,
+    exit_codes,
+    judged,
+    not_run,
+    passed,
+    run_level,
+    selected,
+)
 from bestiary.verify.gates import Gate
+from bestiary.verify.inputs import Inputs
 from bestiary.verify.verdict import Exit
 
 GATE = Gate(1e-10)
@@ -118,3 +131,22 @@ def test_only_selects_by_layer_part_or_glob(only, expected):
         Check("base/cached, steps", passed),
     ]
     assert [check.id for check in selected(checks, only)] == expected
+
+
+def test_nothing_is_asked_behind_the_first_failure_that_can_be_looked_at_again():
+    asked = []
+
+    def check(name: str, outcome: Outcome) -> Check:
+        return Check(name, lambda: asked.append(name) or outcome)
+
+    lost = Outcome("failed", Exit.KEYS, "nothing to look at")
+    seen = judged(1.0, GATE, replay=Replay("base", Inputs(torch.zeros(1, 1))))
+    checks = [check("a", passed()), check("b", lost), check("c", seen), check("d", passed()), check("e", lost)]
+    options = {"on_error": Exit.NUMERIC, "refusals_are_answers": False}
+    level, outcomes = run_level("V2", "semantics", checks, **options, first_failure=True)
+    assert asked == ["a", "b", "c"]
+    assert (level.planned, level.passed, level.failed, level.skipped) == (5, 1, 2, 2)
+    assert len(outcomes) == 5
+    assert exit_codes(level) == [Exit.KEYS, Exit.NUMERIC]
+    run_level("V2", "semantics", checks, **options)
+    assert len(asked) == 3 + 5

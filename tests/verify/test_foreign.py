@@ -6,9 +6,13 @@ import pytest
 
 from bestiary.verify import verify
 from bestiary.verify.foreign import BadFactory, load_factory
+from bestiary.verify.html_report import html_report
+from bestiary.verify.model_card import card
 from bestiary.verify.reference import ReferencePool
+from bestiary.verify.report import family_lines
 from bestiary.verify.run import BadUsage
-from bestiary.verify.verdict import Exit
+from bestiary.verify.verdict import Exit, Implementation, report
+from tests.verify.verdicts import verdict as made
 
 HERE = "tests.verify.small_qwen3"
 POOL = ReferencePool()
@@ -104,3 +108,15 @@ def test_a_name_that_means_no_function_is_wrong_usage(name):
 def test_a_checkpoint_takes_no_implementation_of_somebody_elses(tmp_path):
     with pytest.raises(BadUsage, match="name the family"):
         verify(tmp_path, ours=f"{HERE}:Qwen3")
+
+
+def test_page_card_and_text_say_whose_implementation_was_verified():
+    other = Implementation(
+        factory="mine.model:build", source_hash="", omitted=["V1: judges files", "K: judges kernels"]
+    )
+    result = report([made(scope="partial", implementation=other)])
+    page = html_report(result)
+    for text in (page, card(result), "\n".join(family_lines(result.verdicts[0]))):
+        assert "mine.model:build" in text
+    assert "2 levels and checks were not asked" in page
+    assert "mine.model:build" not in html_report(report([made()]))
