@@ -169,6 +169,8 @@ def run(
     )
     if mutate_ours is not None:
         mutate_ours(lab.ours)
+        if lab.ours.reaches_out:  # a reference that meets it is nobody else's
+            lab.pool = ReferencePool(device)
     if mutate_reference is not None:
         mutate_reference(lab.theirs)
     try:

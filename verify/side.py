@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -24,6 +25,13 @@ from bestiary.verify.tiny import Raw
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
+
+
+def _home(owner: Any) -> str:
+    """The module of a module, a class or an object."""
+    if isinstance(owner, ModuleType):
+        return owner.__name__
+    return (owner if isinstance(owner, type) else type(owner)).__module__
 
 
 class _Side(Generic[M]):
@@ -41,6 +49,11 @@ class _Side(Generic[M]):
         """Registers `owner.name = value` for the length of the run; `owner` is a class, module or object."""
         self.mutated = True
         self._patches.append((owner, name, value))
+
+    @property
+    def reaches_out(self) -> bool:
+        """Whether a replacement lies outside bestiary, where the other side may meet it."""
+        return any(_home(owner).partition(".")[0] != "bestiary" for owner, _, _ in self._patches)
 
     def finish(self, model: M) -> None:
         """Applies every registered change to `model`."""

@@ -21,6 +21,7 @@ from bestiary.verify.inputs import Inputs, tokens
 from bestiary.verify.planted import CATALOGUE, BadCatalogue, PlantedBug, catalogue_with
 from bestiary.verify.planted.patching import adapted, patch
 from bestiary.verify.reference import Reference, ReferencePool
+from bestiary.verify.run import run
 from bestiary.verify.self_test import FamilyResult, Kill, Pass, judge, plant, rewrite
 from bestiary.verify.side import OurSide
 from bestiary.verify.tiny import tiny_configs
@@ -196,6 +197,12 @@ def test_a_cheat_that_makes_both_sides_agree_is_found_by_its_guard_alone():
     assert kill.check == "tampering"
     assert "repeat_kv was replaced in memory" in kill.detail
     assert kill.named
+
+
+def test_a_cheat_that_reaches_the_reference_leaves_no_answer_of_it_to_other_runs():
+    pool = ReferencePool()
+    assert plant("qwen3", BY_ID["X50b_reference_patched"], pool=pool).killed
+    assert run("qwen3", "V2", only=["base/second seed", "base/logits"], pool=pool).levels[0].status == "ok"
 
 
 def test_a_bug_whose_effect_shows_on_one_config_only_is_planted_there():
