@@ -343,6 +343,12 @@ class RuleSet:
         return next((ignored.reason for ignored in self.ignores if ignored.matches(hub_name)), None)
 
     @property
+    def fused(self) -> dict[str, tuple[str, ...]]:
+        """Patterns of hub tensors that exports write from several parameters, and those of the parameters."""
+        written = (rule.written for rule in self.by_native.values())
+        return {leaf.pattern: one.together for one in written if isinstance(one, Rows) for leaf, _ in one.leaves()}
+
+    @property
     def packed(self) -> bool:
         """Whether some layout is MXFP4."""
         expressions = [source for rule in self.by_native.values() for source in rule.layouts.values()]

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bestiary.bridges import Bridge
+from bestiary.bridges.rules import canonical, fill
 from bestiary.models import Decoder
 from bestiary.verify.checks import Check, Outcome, Replay, failed, holds, judged, passed
 from bestiary.verify.foreign import OWN
@@ -175,8 +177,7 @@ def plan(lab: Lab) -> list[Check]:
     checks = []
     for case in lab.cases:
         names = [name for name, _ in lab.hf(case).model.named_parameters()]
-        layout = lab.ours.current.module_map
-        ours = _our_names(names, dict(layout))
+        ours = _our_names(names, lab.ours.current)
         checks += [
             Check(f"{case}/loss", partial(_value, lab, case, "loss")),
             Check(f"{case}/aux_loss", partial(_value, lab, case, "aux_loss")),
@@ -193,12 +194,17 @@ def plan(lab: Lab) -> list[Check]:
     return checks
 
 
-def _our_names(names: list[str], module_map: dict[str, str]) -> list[str]:
-    """Our names of Hugging Face's parameters, by the module map read backwards."""
+def _our_names(names: list[str], bridge: Bridge) -> list[str]:
+    """Our names of Hugging Face's parameters: a fused one's parts, of others by the module map read backwards."""
     from bestiary.verify.localise import ModuleMap
 
-    backwards = ModuleMap({theirs: ours for ours, theirs in module_map.items()})
-    return [backwards.theirs(name) for name in names]
+    backwards = ModuleMap({theirs: ours for ours, theirs in bridge.module_map.items()})
+    found = []
+    for name in names:
+        pattern, captures = canonical(name)
+        parts = bridge.rule_set.fused.get(pattern)
+        found += [backwards.theirs(name)] if parts is None else [fill(part, captures) for part in parts]
+    return found
 
 
 def _same_parameters(lab: Lab, case: str, planned: list[str]) -> Outcome:
