@@ -11,7 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from bestiary.verify.reference import reference_class
-from bestiary.verify.tiny import FULL, ROPE, SLIDING, THETA, Raw, readable_fields, rope_layer_types
+from bestiary.verify.tiny import (
+    FULL,
+    ROPE,
+    SLIDING,
+    THETA,
+    Raw,
+    config_defaults,
+    readable_fields,
+    rope_layer_types,
+)
 
 HEAD_DIM = 64
 BATCH, LENGTH = 2, 150  # several blocks of queries a row, and more than the narrow window
@@ -83,5 +92,8 @@ def aligned_configs(reference: str) -> dict[str, Raw]:
             raw["tie_word_embeddings"] = changes["tie_word_embeddings"]
         raw["model_type"] = reference_class(reference).config_class.model_type
         raw["rope_parameters"] = _rope(reference)
+        pad = config_defaults(reference).get("pad_token_id")
+        if isinstance(pad, int) and pad >= raw["vocab_size"]:  # as in the tiny configs: no embedding has the row
+            raw["pad_token_id"] = raw["vocab_size"] - 1
         found[variant] = raw
     return found

@@ -187,11 +187,13 @@ def _complex_rope(_rope: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Pairs as complex numbers, turned by one multiplication, in at least fp32: there are no narrow complex numbers."""
 
     def apply(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-        assert not interleaved
-        half, wide = cos.shape[-1], torch.promote_types(x.dtype, torch.float32)
-        pairs = torch.complex(x[..., :half].to(wide).contiguous(), x[..., half : 2 * half].to(wide).contiguous())
+        turning, wide = x[..., : 2 * cos.shape[-1]], torch.promote_types(x.dtype, torch.float32)
+        a, b = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
+        pairs = torch.complex(a.to(wide).contiguous(), b.to(wide).contiguous())
         turned = pairs * torch.complex(cos.to(wide), sin.to(wide)).unsqueeze(1)
-        return torch.cat((turned.real.to(x.dtype), turned.imag.to(x.dtype), x[..., 2 * half :]), dim=-1)
+        a, b = turned.real.to(x.dtype), turned.imag.to(x.dtype)
+        joined = torch.stack((a, b), dim=-1).flatten(-2) if interleaved else torch.cat((a, b), dim=-1)
+        return torch.cat((joined, x[..., turning.shape[-1] :]), dim=-1)
 
     return apply
 
