@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from bestiary.training.data.encode import RowEncoder
 from bestiary.training.data.errors import InvalidPlan
+from bestiary.training.data.fingerprint import digest_ids
 from bestiary.training.data.masks import TrainOn
 from bestiary.training.data.packing import Overflow
 from bestiary.training.data.plan import Plan
@@ -118,13 +119,18 @@ class DataConfig(_Section):
             raise ValueError("preference pairs cannot be mixed with other kinds")
         return self
 
+    def encoding(self, tokenizer: BaseHFModelTokenizer) -> str:
+        """The tokenizer's part of what tokens depend on, as JSON; each source's encoder describes the rest."""
+        mark = tokenizer.fingerprint.model_dump(mode="json", exclude={"versions"})
+        return json.dumps({**mark, "probes": digest_ids(mark["probes"])[:16]}, sort_keys=True)
+
     def plan(self, tokenizer: BaseHFModelTokenizer) -> Plan:
         """What a loader takes."""
         return Plan(
             sources=tuple(source.source(tokenizer) for source in self.sources),
             pack_length=self.pack_length,
             pad_id=tokenizer.pad_id,
-            tokenizer=tokenizer.fingerprint.model_dump_json(exclude={"versions"}),
+            tokenizer=self.encoding(tokenizer),
             seed=self.seed,
             streams=self.streams,
             look_ahead=self.look_ahead,

@@ -59,6 +59,19 @@ class RowEncoder:
     reasoning: Literal["keep", "drop"] = "keep"
     neutralise: bool = True
 
+    def describe(self) -> str:
+        """What tokens and labels depend on beside the tokenizer, as JSON: a state taken under another is refused."""
+        settings = {
+            "kind": self.kind,
+            "shape": self.shape,
+            "columns": dict(self.columns),
+            "train_on": self.train_on.model_dump(mode="json"),
+            "as_chat": self.as_chat,
+            "reasoning": self.reasoning,
+            "neutralise": self.neutralise,
+        }
+        return json.dumps(settings, sort_keys=True)
+
     def __call__(self, row: Mapping[str, Any]) -> Encoded:
         """One row; a pair for preferences. Errors as `encode`."""
         return self.encode([self.sample(row, "the row")], ["the row"])[0]

@@ -124,8 +124,8 @@ def digest(data: bytes | str) -> str:
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
 
 
-def digest_ids(ids: list[int]) -> str:
-    """sha256 of token ids."""
+def digest_ids(ids: list[int] | list[str]) -> str:
+    """sha256 of token ids, or of other digests."""
     return digest(json.dumps(ids))
 
 

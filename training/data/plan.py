@@ -3,13 +3,22 @@
 import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from bestiary.training.data.errors import InvalidPlan, StateMismatch
 from bestiary.training.data.mixing import Stage, check_schedule
 from bestiary.training.data.packing import Overflow
 from bestiary.training.data.source import Source
 from bestiary.training.data.storage import FileEntry
+
+
+@runtime_checkable
+class Described(Protocol):
+    """An `encode` that says what its tokens and labels depend on beside the tokenizer."""
+
+    def describe(self) -> str:
+        """Its settings, the same text for the same tokens."""
+
 
 FILES_NAMED = 32  # of a source's files, those that a state lists one by one; more are hashed together
 
@@ -115,6 +124,7 @@ class ListedPlan:
             "shuffle": source.shuffle,
             "block_rows": source.block_rows,
             "buffer_bytes": source.buffer_bytes,
+            "encode": source.encode.describe() if isinstance(source.encode, Described) else "not described",
         }
 
 

@@ -8,8 +8,9 @@ import pytest
 from bestiary.tools import cli
 from bestiary.tools.data_page import data_page
 from bestiary.training.data.config import load_data_config
-from bestiary.training.data.errors import InvalidPlan
+from bestiary.training.data.errors import InvalidPlan, StateMismatch
 from bestiary.training.data.inspection import histogram, inspect
+from bestiary.training.data.plan import check_same
 from tests.verify.browser import Browser, executable, picture
 
 EVIL = "</div></mark><script data-evil>alert(1)</script>"
@@ -115,6 +116,19 @@ def test_the_config_makes_a_plan_bound_to_the_tokenizer(run_file, tokenizer_of):
     assert plan.pad_id == tokenizer_of("smollm").pad_id
     assert [source.name for source in plan.sources] == ["talks", "texts"]
     assert json.loads(plan.tokenizer)["tokenizer"] == tokenizer_of("smollm").fingerprint.tokenizer
+
+
+def test_a_plan_changes_with_what_is_trained(run_file, tokenizer_of, tmp_path):
+    """Labels depend on more than the tokenizer: a resume under another choice of turns must be noticed."""
+    config = json.loads(run_file.read_text())
+    config["data"]["sources"][0]["train_on"] = {"turns": "last"}
+    for source in config["data"]["sources"]:
+        source["files"] = str(run_file.parent / source["files"])
+    (tmp_path / "run.json").write_text(json.dumps(config))
+    configs = (load_data_config(file) for file in (run_file, tmp_path / "run.json"))
+    before, after = (config.plan(tokenizer_of("smollm")).listed().describe() for config in configs)
+    with pytest.raises(StateMismatch, match=r"source 'talks': encode was .*all.* and is .*last"):
+        check_same(after, before, added=(), removed=(), reweighted=False)
 
 
 def test_the_command_writes_json_and_page_and_colours_the_terminal(run_file, tmp_path, capsys, monkeypatch):
