@@ -121,7 +121,7 @@ class Workers:
         while True:
             try:
                 generation, found = self._packs[worker].recv()
-            except (EOFError, ConnectionError):
+            except (EOFError, OSError):  # the second where it died in the middle of a pack
                 self._processes[worker].join()
                 raise WorkerFailed(
                     f"the process of data stream {stream} ended with exit code {self._processes[worker].exitcode}.",

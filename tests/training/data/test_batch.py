@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from bestiary.kernels.dispatch import force
@@ -105,7 +106,6 @@ def test_a_batch_is_one_row_with_positions_that_restart() -> None:
 
 def test_transformers_reads_the_same_batch() -> None:
     """Its packed attention goes by positions: our batch gives its model the documents apart, too."""
-    transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=32,
