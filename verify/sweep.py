@@ -79,6 +79,7 @@ ALTERNATIVES: Mapping[str, Sequence[Any]] = {
     "num_experts_per_tok": (2,),
     "router_aux_loss_coef": (0.3,),
     "mlp_only_layers": ([0, 3], []),
+    "no_rope_layers": ([0, 1, 1, 0, 1] * 3,),
     "swiglu_alpha": (1.9,),
     "swiglu_limit": (0.3,),
     "pad_token_id": (3,),
@@ -108,7 +109,7 @@ EVERYWHERE = frozenset({"torch_dtype", "per_layer_config"})  # read by the base 
 ROPE_ALTERNATIVES: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "default": ({"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.7}),
     "linear": ({"factor": 3.0},),
-    "dynamic": ({"factor": 2.0},),
+    "dynamic": ({"factor": 2.0}, {"alpha": 70.0}),
     "llama3": (
         {"factor": 3.0},
         {"low_freq_factor": 0.7},

@@ -54,6 +54,10 @@ BASE: Mapping[str, Any] = {
     "query_pre_attn_scalar": 17,
     "final_logit_softcapping": 8.0,  # a tied head of width 80 gives logits of about that size
     "attn_logit_softcapping": 0.6,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 1.9,
     "swiglu_limit": 0.5,
     "swiglu_alpha": 1.3,
 }

@@ -20,6 +20,7 @@ from bestiary.verify.planted import (
     norms,
     precision,
     rope,
+    switches,
 )
 from bestiary.verify.planted.bug import Plant, PlantedBug, ReferencePlant
 
@@ -39,6 +40,7 @@ CATALOGUE: tuple[PlantedBug, ...] = tuple(
         losses,
         precision,
         narrow,
+        switches,
         kernels,
         cheats,
     )

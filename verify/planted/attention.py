@@ -26,7 +26,12 @@ def grouped(config: DecoderConfig) -> bool:
 
 def _head_norm(config: DecoderConfig) -> bool:
     norm = config.attention.qk_norm
-    return norm is not None and norm.span is QKNormSpan.HEAD and not norm.after_rope
+    return norm is not None and norm.span is QKNormSpan.HEAD
+
+
+def _early_norm(config: DecoderConfig) -> bool:
+    norm = config.attention.qk_norm
+    return _head_norm(config) and norm is not None and not norm.after_rope
 
 
 def _own_scale(config: DecoderConfig) -> bool:
@@ -84,7 +89,12 @@ def _late_norm_in_reference(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _qk_norms(model: nn.Module) -> list[Any]:
-    return replay.ending("q_norm", "k_norm")(model)
+    return replay.ending("q_norm", "k_norm", "query_layernorm", "key_layernorm")(model)
+
+
+def _q_and_k_norms(model: nn.Module) -> list[tuple[Any, Any]]:
+    norms = _qk_norms(model)  # of each layer first that of the queries
+    return list(zip(norms[::2], norms[1::2], strict=True))
 
 
 def _over_all_heads(heads_axis: Callable[[Tensor], int], x: Tensor, eps: float, normed: Tensor) -> Tensor:
@@ -230,7 +240,7 @@ BUGS = (
         id="Q19_qk_norm_after_rope",
         cause="queries and keys are normalised after RoPE instead of before",
         level="V2",
-        applies=_head_norm,
+        applies=_early_norm,
         ours=adapted(_late_norm),
         reference=_late_norm_in_reference,
     ),
@@ -256,7 +266,7 @@ BUGS = (
         level="V2",
         applies=_head_norm,
         ours=built(f"{_MODULE}:SelfAttention", _swap_q_k_norm),
-        reference=replay.exchanged(lambda model: [(m.q_norm, m.k_norm) for m in replay.attentions(model)]),
+        reference=replay.exchanged(_q_and_k_norms),
     ),
     PlantedBug(
         id="O39a_sinks_ignored",

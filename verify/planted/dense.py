@@ -78,7 +78,9 @@ def _embedding(factor: Callable[[float], float]) -> tuple[Plant, ReferencePlant]
         return lambda ids: forward(ids) / scale * factor(scale)
 
     ours = adapted(lambda config: config.with_(embedding_multiplier=factor(config.embedding_multiplier)))
-    return ours, replay.forwards(replay.embedding, there)
+    inside = replay.forwards(replay.holding("scalar_embed_scale"), there)
+    behind = replay.attributes(replay.backbone, lambda m: factor(m.embedding_multiplier), "embedding_multiplier")
+    return ours, replay.also(inside, behind)
 
 
 def _scaled_head(config_holder: Any) -> None:
@@ -88,7 +90,8 @@ def _scaled_head(config_holder: Any) -> None:
 
 
 def _scaled_head_there(model: Any) -> Any:
-    scale = replay.embedding(model)[0].scalar_embed_scale
+    owner = replay.embedding(model)[0]
+    scale = vars(owner).get("scalar_embed_scale") or replay.backbone(model)[0].embedding_multiplier
     return replay.forwards(replay.head, lambda _module, forward: lambda x: forward(x * scale))(model)
 
 
@@ -166,7 +169,7 @@ BUGS = (
     ),
     PlantedBug(
         id="G26a_embedding_scale_missing",
-        cause="embeddings are not multiplied by √hidden_size",
+        cause="embeddings are not multiplied by their scale",
         level="V2",
         applies=_scaled,
         ours=_UNSCALED[0],
@@ -174,7 +177,7 @@ BUGS = (
     ),
     PlantedBug(
         id="G26b_embedding_scale_twice",
-        cause="embeddings are multiplied by √hidden_size twice",
+        cause="embeddings are multiplied by their scale twice",
         level="V2",
         applies=_scaled,
         ours=_SQUARED[0],
@@ -182,7 +185,7 @@ BUGS = (
     ),
     PlantedBug(
         id="G26c_embedding_scale_in_the_head",
-        cause="the head multiplies by √hidden_size too",
+        cause="the head multiplies by the scale of the embeddings too",
         level="V2",
         applies=_scaled,
         ours=built("bestiary.models.decoder:Decoder", _scaled_head),
