@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bestiary.kernels.log_prob import LogProb
-from bestiary.models.config import DecoderConfig, LayerType
+from bestiary.models.config import DecoderConfig
 from bestiary.verify.benign_norms import divided_norm, residual_last, torch_norm
 from bestiary.verify.planted.bug import Plant, everywhere
 from bestiary.verify.planted.kernels import smaller_chunks
@@ -350,6 +350,12 @@ def _gated(config: DecoderConfig) -> bool:
     return config.mlp_gated and (config.moe is None or bool(config.dense_layers))
 
 
+def _relative(config: DecoderConfig) -> bool:
+    """Whether scores depend on differences of positions alone."""
+    norm = config.attention.qk_norm
+    return norm is None or not norm.after_rope
+
+
 REWRITES: tuple[Benign, ...] = (
     Benign(
         id="fused_qkv",
@@ -412,7 +418,7 @@ REWRITES: tuple[Benign, ...] = (
         what="positions that start behind the padding on the left: RoPE sees differences only",
         ours=patch("bestiary.models.decoder:read_inputs", _from_the_first_token),
         levels="V2,V5",
-        applies=lambda config: LayerType.FULL in config.layer_types or config.sliding_window is not None,
+        applies=_relative,
     ),
     Benign(id="torch_rms_norm", what="norms by torch.nn.functional.rms_norm", ours=patch(_NORM, torch_norm)),
     Benign(id="divided_norm", what="norms by division, the weight first", ours=patch(_NORM, divided_norm)),

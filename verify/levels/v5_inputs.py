@@ -96,16 +96,28 @@ def _rows(logits: Tensor, mask: Tensor) -> Tensor:
     return torch.cat([logits[row][mask[row] == 1] for row in range(mask.shape[0])])
 
 
-def _alone(lab: Lab, case: str, rows: Sequence[Tensor]) -> Tensor:
-    """Hugging Face's logits of each row on its own, one after the other."""
-    return torch.cat([lab.hf(case).logits(Inputs(row))[0] for row in rows])
+def _alone(lab: Lab, case: str, rows: Sequence[Tensor], width: int | None = None) -> Tensor:
+    """Hugging Face's logits of each row on its own, one after the other.
+
+    Args:
+        width: rows end at this position, as behind padding on the left. Where queries and keys are normed after RoPE
+            the place matters, elsewhere differences of places alone do.
+    """
+
+    def one(row: Tensor) -> Inputs:
+        if width is None:
+            return Inputs(row)
+        return Inputs(row, position_ids=torch.arange(width - row.shape[1], width)[None])
+
+    return torch.cat([lab.hf(case).logits(one(row))[0] for row in rows])
 
 
 def _padding(lab: Lab, case: str, side: str) -> Outcome:
     inputs, rows = _padded(lab, case, side)
     mask = inputs.kwargs()["attention_mask"]
     ours = _rows(_ours(lab, case, inputs), mask)
-    return _judge(lab, ours, _alone(lab, case, rows), Replay(case, inputs))
+    width = inputs.input_ids.shape[1] if side == "left" else None
+    return _judge(lab, ours, _alone(lab, case, rows, width), Replay(case, inputs))
 
 
 def _padding_like_hf(lab: Lab, case: str, side: str) -> Outcome:
@@ -259,7 +271,7 @@ def _cached_padded(lab: Lab, case: str) -> Outcome:
     mask = inputs.kwargs()["attention_mask"]
     width, prefill = inputs.input_ids.shape[1], _window(lab, case)
     ours = _decoded(lab, case, inputs.input_ids, [prefill] + [1] * (width - prefill), mask)
-    return _judge(lab, _rows(ours, mask), _alone(lab, case, rows))
+    return _judge(lab, _rows(ours, mask), _alone(lab, case, rows, width))
 
 
 def _cache_reordered(lab: Lab, case: str) -> Outcome:

@@ -215,14 +215,20 @@ def _norm_errors(model: Decoder, names: ModuleMap, reference: _Case) -> list[tup
 
 
 def _table_errors(config: DecoderConfig, position_ids: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-    """Difference of each RoPE table in bfloat16 from the one in float64, and that of the nearest numbers."""
+    """Difference of each RoPE table of a bfloat16 model from the one in float64, and that of the nearest numbers.
+
+    Where RoPE turns in fp32 the angle's own rounding is all there is: nearest are the tables of angles in fp32.
+    """
     assert position_ids is not None
     found = []
     for rope in {config.rope_of(index) for index in range(config.num_hidden_layers)} - {None}:
         assert rope is not None
         narrow, wide = (RotaryTable(rope)(position_ids, dtype) for dtype in (torch.bfloat16, torch.float64))
-        for ours, truth in zip(narrow, wide, strict=True):
-            nearest = truth.to(torch.bfloat16 if rope.round_tables else ours.dtype)
+        inv_freq, factor = RotaryTable(rope).frequencies(position_ids, torch.float32)
+        angles = (position_ids[..., None].to(torch.float32) * inv_freq).double()
+        for ours, truth, rounded in zip(narrow, wide, (angles.cos(), angles.sin()), strict=True):
+            exact = rounded * factor if rope.turn_in_fp32 and not rope.round_tables else truth
+            nearest = exact.to(torch.bfloat16 if rope.round_tables else ours.dtype)
             found.append(((ours.double() - truth).flatten(), (nearest.double() - truth).flatten()))
     return found
 
