@@ -70,8 +70,9 @@ def test_new_classifies_fields_and_names_keys_and_the_nearest_family(started: Pa
     shapes = {row["pattern"]: row["shape"] for row in told["keys"]}
     assert shapes["model.layers.*.self_attn.k_proj.weight"] == ["K·D", "H"]
     assert shapes["model.layers.*.mlp.down_proj.bias"] == ["H"]  # behind a flag that is off by default
-    assert told["nearest"]["family"] == "qwen3"
-    assert "model.layers.*.self_attn.q_norm.weight" in told["nearest"]["keys_only_there"]
+    assert told["nearest"]["family"] == "ministral"
+    assert told["nearest"]["keys_only_there"] == []
+    assert "model.layers.*.mlp.down_proj.bias" in told["nearest"]["keys_only_here"]
 
 
 def test_the_skeleton_is_refused_by_the_name_of_its_first_open_decision(started: Path) -> None:
