@@ -18,6 +18,7 @@ from bestiary.verify.tiny import (
     THETA,
     Raw,
     config_defaults,
+    pad_inside,
     readable_fields,
     rope_layer_types,
 )
@@ -48,6 +49,10 @@ BASE: Mapping[str, Any] = {
     "router_aux_loss_coef": 0.05,
     "query_pre_attn_scalar": HEAD_DIM,
     "final_logit_softcapping": 8.0,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 1.9,
     "swiglu_limit": 7.0,  # out of reach
     "swiglu_alpha": 1.3,
 }
@@ -92,8 +97,6 @@ def aligned_configs(reference: str) -> dict[str, Raw]:
             raw["tie_word_embeddings"] = changes["tie_word_embeddings"]
         raw["model_type"] = reference_class(reference).config_class.model_type
         raw["rope_parameters"] = _rope(reference)
-        pad = config_defaults(reference).get("pad_token_id")
-        if isinstance(pad, int) and pad >= raw["vocab_size"]:  # as in the tiny configs: no embedding has the row
-            raw["pad_token_id"] = raw["vocab_size"] - 1
+        pad_inside(raw, config_defaults(reference))
         found[variant] = raw
     return found

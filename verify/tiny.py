@@ -240,6 +240,13 @@ def _rope(reference: str, variant: str, raw: Raw) -> Raw | None:
     return {**values, "rope_theta": THETA[None]}
 
 
+def pad_inside(raw: Raw, defaults: Raw) -> None:
+    """Names a pad token in `raw` where the class's default is one of the real vocabulary: no embedding has its row."""
+    pad = defaults.get("pad_token_id")
+    if isinstance(pad, int) and pad >= raw["vocab_size"]:
+        raw.setdefault("pad_token_id", raw["vocab_size"] // 2)  # below every vocabulary that is tried
+
+
 def tiny_config(reference: str, variant: str) -> Raw:
     """config.json content of one variant: only what it sets, so that every default is the reader's own."""
     readable = readable_fields(reference)
@@ -251,9 +258,7 @@ def tiny_config(reference: str, variant: str) -> Raw:
     raw["model_type"] = reference_class(reference).config_class.model_type
     if variant not in FROM_DEFAULTS:
         raw["rope_parameters"] = _rope(reference, variant, raw)
-    pad = defaults.get("pad_token_id")
-    if isinstance(pad, int) and pad >= raw["vocab_size"]:  # a default for the real vocabulary: no embedding has the row
-        raw.setdefault("pad_token_id", raw["vocab_size"] // 2)  # below every vocabulary that is tried
+    pad_inside(raw, defaults)
     if variant == "mha":
         raw["tie_word_embeddings"] = not defaults["tie_word_embeddings"]
     for name in ("layer_types", "mlp_only_layers"):
