@@ -83,17 +83,13 @@ def _late_norm_in_reference(model: nn.Module) -> Iterator[nn.Module]:
 
         return attention
 
-    idle = replay.forwards(_qk_norms, lambda _module, _forward: lambda x: x)
+    idle = replay.forwards(replay.qk_norms, lambda _module, _forward: lambda x: x)
     with idle(model), replay.library("eager_attention_forward", late)(model):
         yield model
 
 
-def _qk_norms(model: nn.Module) -> list[Any]:
-    return replay.ending("q_norm", "k_norm", "query_layernorm", "key_layernorm")(model)
-
-
 def _q_and_k_norms(model: nn.Module) -> list[tuple[Any, Any]]:
-    norms = _qk_norms(model)  # of each layer first that of the queries
+    norms = replay.qk_norms(model)
     return list(zip(norms[::2], norms[1::2], strict=True))
 
 
@@ -250,7 +246,7 @@ BUGS = (
         level="V2",
         applies=_head_norm,
         ours=built(f"{_MODULE}:SelfAttention", _joint_norm),
-        reference=replay.forwards(_qk_norms, _joint_norm_in_reference),
+        reference=replay.forwards(replay.qk_norms, _joint_norm_in_reference),
     ),
     PlantedBug(
         id="Q21a_qk_norm_skipped",
@@ -258,7 +254,7 @@ BUGS = (
         level="V2",
         applies=_head_norm,
         ours=built(f"{_MODULE}:SelfAttention", _idle_norms),
-        reference=replay.forwards(_qk_norms, lambda _module, _forward: lambda x: x),
+        reference=replay.forwards(replay.qk_norms, lambda _module, _forward: lambda x: x),
     ),
     PlantedBug(
         id="Q21b_q_and_k_norm_swapped",

@@ -315,7 +315,7 @@ BUGS = (
         level="V0",
         applies=lambda config: config.attention.qk_norm is not None and config.attention.num_kv_heads > 1,
         ours=adapted(_full_norm),
-        checks=("q_norm", "k_norm"),
+        checks=("q_norm", "k_norm", "query_layernorm", "key_layernorm"),
     ),
     PlantedBug(
         id="O53b_attention_bias_not_built",

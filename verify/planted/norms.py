@@ -163,7 +163,7 @@ BUGS = (
         level="V2",
         applies=lambda config: _large_eps(config) and config.attention.qk_norm is not None,
         ours=built("bestiary.models.layers.attention:SelfAttention", _hard_eps_in_heads),
-        reference=replay.attributes(replay.ending("q_norm", "k_norm"), lambda _: _HARD, *_EPS),
+        reference=replay.attributes(replay.qk_norms, lambda _: _HARD, *_EPS),
         config_fields=("rms_norm_eps",),
     ),
     PlantedBug(

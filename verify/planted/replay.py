@@ -43,6 +43,7 @@ fused_mlps = holding("gate_up_proj", "down_proj", "activation_fn")
 experts = holding("gate_up_proj", "down_proj", "num_experts")
 routers = holding("top_k", "num_experts", "weight")
 rotaries = ending("rotary_emb")
+qk_norms = ending("q_norm", "k_norm", "query_layernorm", "key_layernorm")  # of each layer first that of the queries
 
 
 def backbone(model: nn.Module) -> list[Any]:
