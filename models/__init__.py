@@ -11,6 +11,7 @@ from bestiary.models.mixtral import Mixtral
 from bestiary.models.output import DecoderOutput
 from bestiary.models.qwen3 import Qwen3
 from bestiary.models.qwen3_moe import Qwen3MoE
+from bestiary.models.seed_oss import SeedOss
 from bestiary.models.surgery import replace_modules, resize_token_embeddings
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Mixtral",
     "Qwen3",
     "Qwen3MoE",
+    "SeedOss",
     "replace_modules",
     "resize_token_embeddings",
 ]
