@@ -12,6 +12,7 @@ from bestiary.models.output import DecoderOutput
 from bestiary.models.qwen3 import Qwen3
 from bestiary.models.qwen3_moe import Qwen3MoE
 from bestiary.models.seed_oss import SeedOss
+from bestiary.models.smollm3 import SmolLM3
 from bestiary.models.surgery import replace_modules, resize_token_embeddings
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Qwen3",
     "Qwen3MoE",
     "SeedOss",
+    "SmolLM3",
     "replace_modules",
     "resize_token_embeddings",
 ]
