@@ -6,6 +6,7 @@ from bestiary.models.config import DecoderConfig, LoRAConfig
 from bestiary.models.decoder import Decoder
 from bestiary.models.gemma3 import Gemma3
 from bestiary.models.gpt_oss import GptOss
+from bestiary.models.hunyuan_v1_dense import HunYuanDenseV1
 from bestiary.models.llama import Llama
 from bestiary.models.mixtral import Mixtral
 from bestiary.models.output import DecoderOutput
@@ -23,6 +24,7 @@ __all__ = [
     "DecoderOutput",
     "Gemma3",
     "GptOss",
+    "HunYuanDenseV1",
     "Llama",
     "LoRAConfig",
     "Mixtral",
