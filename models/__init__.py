@@ -11,6 +11,7 @@ from bestiary.models.llama import Llama
 from bestiary.models.mistral import Mistral
 from bestiary.models.mixtral import Mixtral
 from bestiary.models.output import DecoderOutput
+from bestiary.models.qwen2 import Qwen2
 from bestiary.models.qwen3 import Qwen3
 from bestiary.models.qwen3_moe import Qwen3MoE
 from bestiary.models.seed_oss import SeedOss
@@ -30,6 +31,7 @@ __all__ = [
     "LoRAConfig",
     "Mistral",
     "Mixtral",
+    "Qwen2",
     "Qwen3",
     "Qwen3MoE",
     "SeedOss",

@@ -43,6 +43,8 @@ PARAMETERS = {
     "meta-llama__Llama-3.2-1B-Instruct": 1_235_814_400,
     "HuggingFaceTB__SmolLM2-135M": 134_515_008,
     "HuggingFaceTB__SmolLM3-3B": 3_075_098_624,
+    "mistralai__Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "Qwen__Qwen2.5-0.5B": 494_032_768,
 }
 # Figures that files of one family spell in their own way and no model of that family computes with.
 NOT_COMPUTED = {
@@ -127,6 +129,7 @@ LISTED = (
     "Qwen__Qwen3-8B",
     "Qwen__Qwen3-30B-A3B-Instruct-2507",
     "openai__gpt-oss-20b",
+    "Qwen__Qwen2.5-0.5B",
 )
 
 
