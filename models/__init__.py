@@ -8,6 +8,7 @@ from bestiary.models.gemma3 import Gemma3
 from bestiary.models.gpt_oss import GptOss
 from bestiary.models.hunyuan_v1_dense import HunYuanDenseV1
 from bestiary.models.llama import Llama
+from bestiary.models.ministral import Ministral
 from bestiary.models.mistral import Mistral
 from bestiary.models.mixtral import Mixtral
 from bestiary.models.output import DecoderOutput
@@ -29,6 +30,7 @@ __all__ = [
     "HunYuanDenseV1",
     "Llama",
     "LoRAConfig",
+    "Ministral",
     "Mistral",
     "Mixtral",
     "Qwen2",
