@@ -15,7 +15,7 @@ from bestiary.bridges import export, loading, peft_import
 from bestiary.bridges.fields import HFFields
 from bestiary.bridges.pieces import Shape
 from bestiary.bridges.plan import PLAIN, Naming, Plan, plan_export, plan_import
-from bestiary.bridges.rules import Hub, Ignore, Rows, Rule, RuleSet
+from bestiary.bridges.rules import Hub, Ignore, IgnoreLayers, Rows, Rule, RuleSet
 from bestiary.bridges.storage import TensorInfo
 from bestiary.models.config import DecoderConfig
 from bestiary.models.errors import InvalidConfig
@@ -75,7 +75,7 @@ class Bridge:
     decoder: type[Decoder]
     config_from_hf: Callable[[HFFields], DecoderConfig]
     config_to_hf: Callable[[DecoderConfig], dict[str, Any]]
-    rules: tuple[Rule | Ignore, ...]
+    rules: tuple[Rule | Ignore | IgnoreLayers, ...]
     module_map: Mapping[str, str] = field(default_factory=dict)
     kill_list: tuple[str, ...] = ()
     namings: tuple[Naming, ...] = (PLAIN,)

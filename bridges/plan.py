@@ -15,7 +15,7 @@ import torch
 
 from bestiary.bridges.errors import InvalidRules, KeyMismatch, UnsupportedConfig
 from bestiary.bridges.pieces import HubTensor, Piece, Shape, extent
-from bestiary.bridges.rules import Ignore, RuleSet
+from bestiary.bridges.rules import Ignore, RuleSet, canonical
 from bestiary.bridges.storage import TensorInfo
 from bestiary.models.lora import ADAPTER_LEAVES
 
@@ -152,6 +152,7 @@ def plan_import(
     wanted = {name: transfer.hub for transfer in plan.transfers for name in transfer.hub.stored}
     left = [name for name in hub if name not in wanted and (head is None or name != head[0])]
     ignored = {name: reason for name in left if (reason := naming.reason_to_ignore(name, rules)) is not None}
+    ignored |= _ignored_layers(rules, naming, parameters, left)
     missing = list(dict.fromkeys([*missing, *(name for name in wanted if name not in hub)]))
     extra = [name for name in left if name not in ignored]
     expected = {name: tensor.stored[name] for name, tensor in wanted.items()}
@@ -208,6 +209,16 @@ def _recognise(
     if len(found) > 1:
         raise KeyMismatch(ambiguous=[naming.hub(anchor) for naming in found], read_from=read_from)
     return found[0] if found else namings[0]
+
+
+def _ignored_layers(
+    rules: RuleSet, naming: Naming, parameters: Mapping[str, Shape], left: Iterable[str]
+) -> dict[str, str]:
+    """Names in `left` of layers that the model does not have and that the rules know, with the reason."""
+    layers = 1 + max((captures[0] for name in parameters if (captures := canonical(name)[1])), default=-1)
+    ruled = {name: hub for hub in left if (name := naming.ruled(hub)) is not None}
+    found = [layer.inside(ruled, layers) for layer in rules.ignored_layers]
+    return {ruled[name]: reason for one in found for name, reason in one.items()}
 
 
 def _duplicate_head(

@@ -18,6 +18,7 @@ layer or expert number, `{a,b}` alternatives. Layouts are chosen by which names 
     mxfp4         4-bit blocks and scales expanded          not written: the bfloat16 layout of the same rule is
     tie           the embedding, stored again or not        not written
     ignore        nothing, for a stated reason              not written
+    ignore_layers nothing: layers counted behind the last   not written
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from bestiary.bridges.errors import InvalidRules
 from bestiary.bridges.pieces import HubTensor, Piece, Shape
 
 Captures = tuple[int, ...]
+_LEAVES = ("gate_proj", "up_proj", "down_proj")
 
 
 # ---------------------------------------------------------------------------------------------------- expressions
@@ -258,6 +260,27 @@ class Ignore:
         return canonical(name)[0] == self.pattern
 
 
+@dataclass(frozen=True)
+class IgnoreLayers:
+    """Layers of another kind that a checkpoint counts on behind the model's own, told by a tensor only they have.
+
+    Attributes:
+        mark: name of that tensor, its layer number as `*`: "model.layers.*.eh_proj.weight".
+        reason: why nobody reads them.
+    """
+
+    mark: str
+    reason: str
+
+    def inside(self, names: Iterable[str], layers: int) -> dict[str, str]:
+        """Those of `names` that lie in such a layer, numbered from `layers` on, and the reason."""
+        stem, _, leaf = self.mark.partition("*")
+        kept = list(names)
+        marked = {name.removeprefix(stem).removesuffix(leaf) for name in kept if canonical(name)[0] == self.mark}
+        prefixes = tuple(f"{stem}{number}." for number in marked if int(number) >= layers)
+        return {name: self.reason for name in kept if name.startswith(prefixes)}
+
+
 def rename(native: str, hub: str | None = None) -> Rule:
     """One tensor on each side, of equal shape; `hub` None: under the same name."""
     return layouts(native, hub=native if hub is None else hub)
@@ -279,9 +302,29 @@ def fused(natives: str, hub: str) -> Rule:
     return Rule(natives, {"hub": Rows((Hub(pattern=hub),), together=tuple(alternatives(natives)))})
 
 
+def experts(native: str, *, hub: str | None = None, leaves: tuple[str, str, str] = _LEAVES) -> tuple[Rule, Rule]:
+    """Routed experts: a tensor an expert on the hub, all of them in one as the modules of transformers 5 hold them.
+
+    Args:
+        native: name pattern of the experts, in transformers' modules too.
+        hub: theirs on the hub; None: the same.
+        leaves: the hub's names of gate, up and down.
+    """
+    gate, up, down = (f"{hub or native}.*.{leaf}.weight" for leaf in leaves)
+    return (
+        layouts(f"{native}.gate_up_proj", per_expert=stack(concat(gate, up)), fused=f"{native}.gate_up_proj"),
+        layouts(f"{native}.down_proj", per_expert=stack(down), fused=f"{native}.down_proj"),
+    )
+
+
 def tie(head: str, *, to: str) -> Rule:
     """The output head: a parameter of its own, or with a tied config the one of `to`, stored again or left out."""
     return replace(rename(head), tied_to=to)
+
+
+def ignore_layers(mark: str, *, reason: str) -> IgnoreLayers:
+    """Layers behind the last one of the config that hold the tensor `mark`."""
+    return IgnoreLayers(mark, reason)
 
 
 def ignore(pattern: str, *, reason: str) -> Ignore:
@@ -324,8 +367,9 @@ class RuleSet:
             in a pattern, captures that do not correspond, or an export layout that cannot be written.
     """
 
-    def __init__(self, rules: Iterable[Rule | Ignore]) -> None:
+    def __init__(self, rules: Iterable[Rule | Ignore | IgnoreLayers]) -> None:
         declared = tuple(rules)
+        self.ignored_layers = tuple(rule for rule in declared if isinstance(rule, IgnoreLayers))
         self.ignores = tuple(rule for rule in declared if isinstance(rule, Ignore))
         self.by_native: dict[str, Rule] = {}
         self._owner: dict[str, str] = {}

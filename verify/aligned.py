@@ -18,6 +18,7 @@ from bestiary.verify.tiny import (
     THETA,
     Raw,
     config_defaults,
+    fitted,
     pad_inside,
     readable_fields,
     rope_layer_types,
@@ -48,6 +49,17 @@ BASE: Mapping[str, Any] = {
     "output_router_logits": True,
     "router_aux_loss_coef": 0.05,
     "query_pre_attn_scalar": HEAD_DIM,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "use_qk_norm": True,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": HEAD_DIM // 2,
+    "qk_rope_head_dim": HEAD_DIM // 2,
+    "v_head_dim": 48,
     "final_logit_softcapping": 8.0,
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.7,
@@ -65,12 +77,14 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 72,
         "layer_types": [FULL, SLIDING],
         "mlp_only_layers": [1],
+        "v_head_dim": HEAD_DIM,
         "tie_word_embeddings": False,
         "final_logit_softcapping": None,
         "swiglu_limit": 0.5,
     },
     "vocab+63": {  # one KV head for all, no window
         "vocab_size": 2048 + 63,
+        "q_lora_rank": None,
         "num_key_value_heads": 1,
         "use_sliding_window": False,
         "layer_types": [FULL, FULL],
@@ -95,6 +109,7 @@ def aligned_configs(reference: str) -> dict[str, Raw]:
         raw: Raw = {name: value for name, value in {**BASE, **changes}.items() if readable(name)}
         if "tie_word_embeddings" in changes:
             raw["tie_word_embeddings"] = changes["tie_word_embeddings"]
+        raw = fitted(reference, raw)
         raw["model_type"] = reference_class(reference).config_class.model_type
         raw["rope_parameters"] = _rope(reference)
         pad_inside(raw, config_defaults(reference))

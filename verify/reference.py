@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -118,11 +119,27 @@ def build(
     cls = reference_class(reference)
     with quiet(), promoted() if dtype is torch.float64 else default_dtype(dtype):
         if initialised:
-            return cast(nn.Module, cls(config).eval())
-        with no_init_weights():  # that skips the tie of the head as well
             model = cls(config)
-        model.tie_weights()
+        else:
+            with no_init_weights():  # that skips the tie of the head as well
+                model = cls(config)
+            model.tie_weights()
+    if dtype is not torch.float64:
+        _keep_in_fp32(model)
     return cast(nn.Module, model.eval())
+
+
+def is_kept_in_fp32(model_class: Any, name: str) -> bool:
+    """Whether transformers holds the tensor `name` in float32 whatever the model's dtype."""
+    patterns = model_class._keep_in_fp32_modules_strict or ()  # the others are for float16 alone
+    return any(re.search(rf"(^|\.){pattern}(\.|$)", name) for pattern in patterns)
+
+
+def _keep_in_fp32(model: nn.Module) -> None:
+    """What `from_pretrained` does: some tensors stay wide in a narrow model."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_kept_in_fp32(type(model), name):
+            tensor.data = tensor.data.float()
 
 
 class Reference:

@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from bestiary.verify.reference import hf_config, reference_class
+from bestiary.verify.reference import build, hf_config, reference_class
 
 Raw = dict[str, Any]
 
@@ -49,6 +50,18 @@ BASE: Mapping[str, Any] = {
     "num_experts_per_tok": 3,
     "norm_topk_prob": True,
     "mlp_only_layers": [1],
+    "first_k_dense_replace": 2,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "use_qk_norm": True,
+    "clip_qkv": 0.8,
+    "q_lora_rank": 44,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 22,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 18,
     "output_router_logits": True,
     "router_aux_loss_coef": 0.05,
     "query_pre_attn_scalar": 17,
@@ -75,6 +88,10 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "norm_topk_prob": False,
         "final_logit_softcapping": None,
         "swiglu_alpha": 1.702,
+        "clip_qkv": None,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "use_qk_norm": False,
     },
     "mqa": {  # one KV head for all, no window where the family can do without, 2·I = H, a vocabulary that needs no pad
         "vocab_size": 128,
@@ -85,6 +102,10 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 5,
         "decoder_sparse_step": 2,
         "mlp_only_layers": [],
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": None,
+        "v_head_dim": 40,
     },
     "square": {  # every matrix of attention and MLP is 80 × 80; the rest is left to Hugging Face's defaults
         "vocab_size": 80,
@@ -96,7 +117,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 20,
         "num_experts": 12,
         "num_local_experts": 12,
-        "n_routed_experts": 12,
+        "n_routed_experts": 16,  # a multiple of every default number of groups
         "num_experts_per_tok": 3,
     },
 }
@@ -208,9 +229,51 @@ def rope_layer_types(reference: str) -> list[str]:
 
 def turning_dim(reference: str, raw: Raw) -> int:
     """Coordinates of a head that turn, by the class's own share."""
-    head_dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
+    if "qk_rope_head_dim" in raw:
+        return int(raw["qk_rope_head_dim"])
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
     share = (config_defaults(reference).get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)
     return int(head_dim * share)
+
+
+@cache
+def _takes_head_dim(reference: str) -> bool:
+    """Whether heads may have another size than hidden_size / heads: stated by the class, or read and borne."""
+    readable, config_class = readable_fields(reference), reference_class(reference).config_class
+    if any(item.name == "head_dim" for item in dataclasses.fields(config_class)):
+        return True
+    if not readable("head_dim") or "head_dim" in config_defaults(reference):  # or the class derives it
+        return False
+    defaults = config_defaults(reference)
+    unused = {name for name in ONLY_WHERE_SET if defaults.get(name) is None}
+    raw = {name: value for name, value in BASE.items() if readable(name) and name not in unused}
+    model = build(reference, fitted(reference, {**raw, "num_hidden_layers": 2}, checked=True), torch.float32)
+    try:
+        with torch.no_grad():
+            model(torch.zeros(1, 2, dtype=torch.int64))
+    except RuntimeError:  # a norm over all heads that has the width of the model
+        return False
+    return True
+
+
+def fitted(reference: str, raw: Raw, *, checked: bool = False) -> Raw:
+    """`raw` without second names of a field and windows that no mask has, and with heads that the class can have.
+
+    A latent of keys and values serves every head alike and has sizes of its own.
+
+    Args:
+        checked: `head_dim` is known to fit, or shall be tried.
+    """
+    config_class = reference_class(reference).config_class
+    attributes: Mapping[str, str] = config_class.attribute_map
+    raw = {name: value for name, value in raw.items() if attributes.get(name) not in raw}
+    if "kv_lora_rank" in raw or ("kv_lora_rank" in config_defaults(reference)):
+        raw["num_key_value_heads"] = raw["num_attention_heads"]
+    if "sliding_window" not in {item.name for item in dataclasses.fields(config_class)}:
+        raw.pop("sliding_window", None)  # handed to kernels, where the file has one
+    if "head_dim" in raw and not checked and not _takes_head_dim(reference):
+        del raw["head_dim"]
+    return raw
 
 
 def _rope(reference: str, variant: str, raw: Raw) -> Raw | None:
@@ -253,7 +316,8 @@ def tiny_config(reference: str, variant: str) -> Raw:
     values = dict(VARIANTS[variant]) if variant in FROM_DEFAULTS else {**BASE, **VARIANTS[variant]}
     defaults = config_defaults(reference)
     unused = {name for name in ONLY_WHERE_SET if defaults.get(name) is None}
-    raw: Raw = {name: value for name, value in values.items() if readable(name) and name not in unused}
+    chosen = {name: value for name, value in values.items() if readable(name) and name not in unused}
+    raw = fitted(reference, chosen)
     raw.setdefault("num_hidden_layers", layer_count(reference))
     raw["model_type"] = reference_class(reference).config_class.model_type
     if variant not in FROM_DEFAULTS:
@@ -272,7 +336,6 @@ def completed(reference: str, raw: Raw) -> Raw:
     listed = hf_config(reference, raw).to_dict()
     wanted = ("vocab_size", "num_hidden_layers", "rope_parameters", "hidden_size", "num_attention_heads")
     filled: Raw = {**{name: listed[name] for name in wanted}, **raw}
-    filled.setdefault("head_dim", filled["hidden_size"] // filled["num_attention_heads"])
     return filled
 
 

@@ -53,6 +53,12 @@ def _value(name: str, current: Tensor, owner: nn.Module, seed: int) -> Tensor:
 Store = dict[tuple[Any, ...], Tensor]
 
 
+def _stored(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Every parameter once and every persistent buffer."""
+    persistent = set(model.state_dict())
+    return [*model.named_parameters(), *(item for item in model.named_buffers() if item[0] in persistent)]
+
+
 @torch.no_grad()
 def perturb(model: nn.Module, seed: int, store: Store | None = None) -> None:
     """Gives every parameter and persistent buffer of a Hugging Face model new values.
@@ -64,9 +70,7 @@ def perturb(model: nn.Module, seed: int, store: Store | None = None) -> None:
         store: values made before, by name and shape; models built with the same one share memory, and nobody may
             write into their weights.
     """
-    persistent = set(model.state_dict())
-    tensors = [*model.named_parameters(), *(item for item in model.named_buffers() if item[0] in persistent)]
-    for name, tensor in tensors:
+    for name, tensor in _stored(model):
         owner = model.get_submodule(name.rpartition(".")[0])
         key = (seed, name, tensor.shape, tensor.dtype, type(owner).__name__)
         made = None if store is None else store.get(key)
@@ -79,12 +83,12 @@ def perturb(model: nn.Module, seed: int, store: Store | None = None) -> None:
 
 @torch.no_grad()
 def fingerprint(model: nn.Module) -> None:
-    """Overwrites every parameter with a running count, so that no two elements of the model are equal.
+    """Overwrites what a model stores with a running count, so that no two elements of it are equal.
 
     Exact in float32 up to 2**24 elements: a swap, a transposition or a repeated slice cannot cancel.
     """
     start = 0
-    for _, parameter in model.named_parameters():
+    for _, parameter in _stored(model):
         count = parameter.numel()
         values = torch.arange(start, start + count, dtype=torch.float64)
         parameter.copy_(values.reshape(parameter.shape))

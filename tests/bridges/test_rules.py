@@ -20,6 +20,7 @@ from bestiary.bridges.rules import (
     deinterleave,
     fused,
     ignore,
+    ignore_layers,
     layouts,
     mxfp4,
     rename,
@@ -214,3 +215,12 @@ def test_a_familys_rules_know_their_own_names(model_type: str, layer: int) -> No
         found, captures = rules.rule(native.replace("*", str(layer)))
         assert found == rule
         assert captures == (layer,) * native.count("*")
+
+
+def test_layers_behind_the_last_one_are_ignored_where_their_mark_is() -> None:
+    """A layer the model has is not, whatever it holds; nor one of the usual kind that the config does not count."""
+    names = [f"model.layers.{layer}.{leaf}" for layer in (1, 2, 3, 23) for leaf in ("a.weight", "mark.weight")]
+    names += ["model.layers.4.a.weight", "model.norm.weight"]
+    found = ignore_layers("model.layers.*.mark.weight", reason="of another kind").inside(names, layers=3)
+    assert list(found) == [name for name in names if ".3." in name or ".23." in name]
+    assert set(found.values()) == {"of another kind"}

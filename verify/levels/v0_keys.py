@@ -16,7 +16,7 @@ from bestiary.verify.foreign import OWN
 from bestiary.verify.lab import Lab
 from bestiary.verify.localise import layer_of
 from bestiary.verify.measure import bit_equal
-from bestiary.verify.reference import build, quiet
+from bestiary.verify.reference import build, is_kept_in_fp32, quiet
 from bestiary.verify.verdict import Exit
 
 Counts = dict[str, Tensor]
@@ -88,7 +88,8 @@ def _tie(lab: Lab, case: str) -> Outcome:
 
 
 def _parameter_count(lab: Lab, case: str) -> Outcome:
-    theirs = sum(parameter.numel() for parameter in lab.hf(case).model.parameters())
+    stored = {tensor.data_ptr(): tensor.numel() for tensor in lab.hf(case).state().values()}
+    theirs = sum(stored.values())  # a buffer that is stored is a parameter of ours that nothing trains
     ours = sum(parameter.numel() for parameter in lab.model(case).parameters())
     return holds(theirs == ours, Exit.KEYS, f"Hugging Face has {theirs} distinct parameters, ours {ours}")
 
@@ -96,7 +97,11 @@ def _parameter_count(lab: Lab, case: str) -> Outcome:
 def _dtype(lab: Lab, case: str, stored: torch.dtype, wanted: torch.dtype) -> Outcome:
     hub = {name: tensor.to(stored) for name, tensor in lab.hf(case).state().items()}
     model = lab.ours.build(lab.cases[case], hub, wanted)
-    wrong = [name for name, parameter in model.named_parameters() if parameter.dtype is not wanted]
+    expected = {
+        name: torch.promote_types(wanted, torch.float32) if is_kept_in_fp32(lab.hf_class, name) else wanted
+        for name, _ in model.named_parameters()
+    }
+    wrong = [name for name, parameter in model.named_parameters() if parameter.dtype is not expected[name]]
     return holds(not wrong, Exit.KEYS, f"{wrong[:1]} is not {wanted} when loaded from {stored}")
 
 

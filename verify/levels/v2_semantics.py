@@ -62,7 +62,7 @@ def _control(lab: Lab, case: str) -> Outcome:
     """One changed weight must show: a comparison of something with itself would not notice."""
     model: Decoder = lab.ours.build(lab.cases[case], lab.hf(case).state(), torch.float64)
     with torch.no_grad():
-        model.get_submodule("model.layers.0.self_attn.v_proj").get_parameter("weight")[0, 0] += 0.1
+        model.get_submodule("model.layers.0.self_attn.o_proj").get_parameter("weight")[0, 0] += 0.1
         changed = model(**lab.probe(case).kwargs(), return_logits=True)["logits"]
     moved = max_over_std(changed, _logits(lab, case))
     return holds(moved > CONTROL, Exit.INCONCLUSIVE, f"a changed weight moves our logits by {moved:.1e} only")

@@ -74,6 +74,8 @@ class Routing(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func not in _TOPK or args[0].ndim != 2 or args[0].shape[0] != self._count:
             return result
+        if result.indices.shape == args[0].shape:  # all there is, one group of experts say, is no choice
+            return result
         position = len(self.chosen)
         self.chosen.append(result.indices)
         if self._given is None:

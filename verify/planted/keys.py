@@ -53,6 +53,11 @@ def _stores(leaf: str) -> Callable[[Bridge], bool]:
     )
 
 
+def _normed_by_head(config: DecoderConfig) -> bool:
+    norm = config.attention.qk_norm
+    return norm is not None and norm.span is QKNormSpan.HEAD and config.attention.num_kv_heads > 1
+
+
 # ------------------------------------------------------------------ tied heads
 
 
@@ -313,7 +318,7 @@ BUGS = (
         id="Q20b_qk_norm_full_width",
         cause="the query/key norm has a weight for all heads together (right for OLMo 2)",
         level="V0",
-        applies=lambda config: config.attention.qk_norm is not None and config.attention.num_kv_heads > 1,
+        applies=_normed_by_head,
         ours=adapted(_full_norm),
         checks=("q_norm", "k_norm", "query_layernorm", "key_layernorm"),
     ),
