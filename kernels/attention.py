@@ -168,14 +168,15 @@ def attention(
     """softmax(cap(q kᵀ · scale) + mask) v, one learned logit per head joining the softmax where `sinks` is given.
 
     Args:
-        q: (B, h, T, d).   k, v: (B, h_kv, S, d); h is a multiple of h_kv, query head i reads head i // (h / h_kv).
+        q: (B, h, T, d).   k: (B, h_kv, S, d); h is a multiple of h_kv, query head i reads head i // (h / h_kv).
+        v: (B, h_kv, S, d_v), d_v mostly d.
         mask: what each query sees; a query that is padding or sees nothing gets a finite output without meaning.
         sinks: (h,), the logit that takes probability and gives no value (arXiv:2309.17453, as in GPT-OSS).
         softcap: cap · tanh(score / cap) before the mask (Gemma 2).
         dropout: probability with which a weight of the softmax is dropped, the others growing by 1 / (1 − dropout);
             drawn from torch's generator. On the CPU as transformers' eager attention draws it.
     Returns:
-        (B, h, T, d) in q's dtype; the softmax runs in at least fp32.
+        (B, h, T, d_v) in q's dtype; the softmax runs in at least fp32.
     Raises:
         UnsupportedDispatch: a forced implementation cannot run.
     """
@@ -192,10 +193,20 @@ def attention(
     ranges, obstacle = mask.ranges()
     if obstacle is not None:
         raise UnsupportedDispatch(f"attention = 'documents' cannot run: {obstacle}.")
-    documents, key_valid = mask.beside_ranges()
-    return document_attention(
+    size, (documents, key_valid) = v.shape[-1], mask.beside_ranges()
+    q, k, v = _of_one_size(q, k, v)
+    out, _ = document_attention(
         q, k, v, ranges, window=mask.window, scale=scale, sinks=sinks, documents=documents, key_valid=key_valid
-    )[0]
+    )
+    return out if out.shape[-1] == size else out[..., :size]
+
+
+def _of_one_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads padded with zeros up to the larger size: scores stay, and values get columns that are cut off again."""
+    missing = q.shape[-1] - v.shape[-1]
+    if missing < 0:
+        q, k = F.pad(q, (0, -missing)), F.pad(k, (0, -missing))
+    return q, k, F.pad(v, (0, missing)) if missing > 0 else v
 
 
 def _obstacles(
@@ -204,7 +215,7 @@ def _obstacles(
     """Every implementation and why it cannot run here, the fastest first."""
     obstacles = {
         "flex": "FlexAttention has no dropout" if dropout else flex_obstacle(q, k, v),
-        "documents": "its fused kernel has no dropout" if dropout else _documents_obstacle(q, v, mask, softcap),
+        "documents": "its fused kernel has no dropout" if dropout else _documents_obstacle(q, mask, softcap),
         "sdpa": "it has neither sinks nor soft caps" if sinks is not None or softcap is not None else None,
         "eager": None,
     }
@@ -223,18 +234,18 @@ def _fastest_first(q: Tensor, mask: MaskSpec) -> tuple[str, ...]:
     return ("sdpa", "flex", "eager", "documents") if mask.is_shape_alone else ("flex", "sdpa", "eager", "documents")
 
 
-def _documents_obstacle(q: Tensor, v: Tensor, mask: MaskSpec, softcap: float | None) -> str | None:
+def _documents_obstacle(q: Tensor, mask: MaskSpec, softcap: float | None) -> str | None:
     if q.device.type != "cpu":
         return f"its fused kernel is for the CPU, not for {q.device.type}"
     if softcap is not None:
         return "its fused kernel has no soft cap"
-    if q.shape[-1] != v.shape[-1]:
-        return f"its fused kernel needs queries and values of one size, not {q.shape[-1]} and {v.shape[-1]}"
     return mask.ranges()[1]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, dropout: float) -> Tensor:
-    gqa = q.shape[1] != k.shape[1]
+    gqa, size = q.shape[1] != k.shape[1], v.shape[-1]
+    if q.device.type == "cpu" and size != q.shape[-1]:  # its fused kernel wants one size; the fallback keeps T × S
+        return _sdpa(*_of_one_size(q, k, v), mask, scale, dropout)[..., :size]
     if mask.is_causal_square:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=gqa)
     visible = None if mask.sees_everything else mask.dense(q.device)

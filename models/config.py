@@ -173,6 +173,23 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MLA:
+    """Multi-head latent attention (DeepSeek-V2 and V3, arXiv:2405.04434); modules in `models/layers/mla.py`.
+
+    Keys and values come out of one latent of `kv_lora_rank`, queries out of one of `q_lora_rank` (None: straight out of
+    x), each latent normed with `norm_eps`. A head has `qk_nope_head_dim` coordinates that stand and then
+    `qk_rope_head_dim` that turn, of keys the same ones for all heads; its values have `v_head_dim`.
+    """
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    norm_eps: float
+    q_lora_rank: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Attention:
     """Grouped-query attention; `scale` multiplies q·k, `sinks` adds one learned logit per head to each softmax.
 
@@ -192,10 +209,29 @@ class Attention:
     qkv_clip: float | None = None  # OLMoE
     dropout: float = 0.0
     causal: bool = True  # False: EmbeddingGemma
+    mla: MLA | None = None  # DeepSeek-V3: head_dim is then that of queries and keys
 
     def __post_init__(self) -> None:
+        if self.mla is not None:
+            self._check_latent(self.mla)
         if not 0 <= self.dropout < 1:
             raise InvalidConfig(f"attention.dropout = {self.dropout}.", remedy="a probability in [0, 1)")
+
+    def _check_latent(self, mla: MLA) -> None:
+        size = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        if (self.num_kv_heads, self.head_dim) != (self.num_heads, size):
+            raise InvalidConfig(
+                f"num_kv_heads = {self.num_kv_heads}, head_dim = {self.head_dim} with a latent for "
+                f"num_heads = {self.num_heads} of {size}.",
+                remedy="the latent serves every head alike: num_kv_heads = num_heads, head_dim = nope + rope",
+            )
+        if self.qk_norm is not None or self.qkv_clip is not None:
+            raise InvalidConfig("qk_norm or qkv_clip with a latent.", remedy="the latents have norms of their own")
+
+    @property
+    def v_head_dim(self) -> int:
+        """Coordinates of a value."""
+        return self.head_dim if self.mla is None else self.mla.v_head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +249,11 @@ class Router:
 
     def __post_init__(self) -> None:
         sigmoid = self.kind is RouterKind.SIGMOID
+        if not 1 <= self.topk_groups <= self.num_groups:
+            raise InvalidConfig(
+                f"router.topk_groups = {self.topk_groups} of num_groups = {self.num_groups}.",
+                remedy="choose between one and all groups for a token",
+            )
         if sigmoid and self.bias:
             raise InvalidConfig("router.bias = True on a sigmoid router.", remedy="it has the correction bias instead")
         if not sigmoid and (self.num_groups, self.topk_groups, self.scale) != (1, 1, 1.0):
@@ -374,6 +415,15 @@ class DecoderConfig:
             raise InvalidConfig("mlp_gated = False with moe.", remedy="experts have a gate")
         if not 0 <= self.residual_dropout < 1:
             raise InvalidConfig(f"residual_dropout = {self.residual_dropout}.", remedy="a probability in [0, 1)")
+        if self.moe is not None and self.moe.router.num_groups > 1:
+            if (count := self.moe.num_experts) % (groups := self.moe.router.num_groups) or count < 2 * groups:
+                raise InvalidConfig(
+                    f"router.num_groups = {groups} of num_experts = {count}.",
+                    remedy="groups of equal size, of two experts at least: a group counts by its two best",
+                )
+        for rope in (self.rope, self.sliding_rope):
+            if rope is not None and rope.rotary_dim % 2:
+                raise InvalidConfig(f"rope.rotary_dim = {rope.rotary_dim}.", remedy="an even number: pairs turn")
         if self.attention.num_heads % self.attention.num_kv_heads:
             raise InvalidConfig(
                 f"num_heads = {self.attention.num_heads} is not a multiple of "

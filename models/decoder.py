@@ -27,6 +27,7 @@ from bestiary.models.inputs import Inputs, read_inputs, shifted
 from bestiary.models.layers.attention import SelfAttention
 from bestiary.models.layers.embedding import Embedding
 from bestiary.models.layers.head import Head
+from bestiary.models.layers.mla import LatentAttention
 from bestiary.models.layers.mlp import MLP
 from bestiary.models.layers.moe import MoEBlock
 from bestiary.models.layers.norm import RMSNorm
@@ -47,7 +48,8 @@ class Block(nn.Module):
         self.rope, self.layer_type = config.rope_of(index), config.layer_types[index]
         self.residual_multiplier, self.residual_dropout = config.residual_multiplier, config.residual_dropout
         self.placement = placement
-        self.self_attn = SelfAttention(config, index, f"{name}.self_attn")
+        attention = SelfAttention if config.attention.mla is None else LatentAttention
+        self.self_attn = attention(config, index, f"{name}.self_attn")
         self.mlp: MLP | MoEBlock
         if config.moe is not None and config.is_moe_layer(index):
             self.mlp = MoEBlock(config, config.moe, f"{name}.mlp")

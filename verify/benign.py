@@ -18,7 +18,7 @@ from torch import Tensor
 from bestiary.kernels.log_prob import LogProb
 from bestiary.models.config import DecoderConfig
 from bestiary.verify.benign_norms import divided_norm, residual_last, torch_norm
-from bestiary.verify.planted.bug import Plant, everywhere
+from bestiary.verify.planted.bug import Plant, everywhere, projects_keys
 from bestiary.verify.planted.kernels import smaller_chunks
 from bestiary.verify.planted.patching import adapted, built, override, patch, together
 
@@ -361,6 +361,7 @@ REWRITES: tuple[Benign, ...] = (
         id="fused_qkv",
         what="queries, keys and values from one product",
         ours=built(f"{_ATTENTION}:SelfAttention", _fused("q_proj", "k_proj", "v_proj")),
+        applies=projects_keys,
     ),
     Benign(
         id="fused_gate_up",

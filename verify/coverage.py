@@ -10,6 +10,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, Literal
 
+from bestiary.bridges.errors import UnsupportedConfig
 from bestiary.models import DecoderConfig
 from bestiary.verify.lab import Lab
 from bestiary.verify.reference import hf_config
@@ -79,10 +80,19 @@ def read_in(module: str, field: str) -> str:
     return ""
 
 
+def _read_as(lab: Lab, variant: Variant) -> list[str]:
+    """What the variant changed in our config; nothing where the config that it varies is none."""
+    own = lab.ours.decoder_config
+    try:
+        before = own(variant.against)
+    except UnsupportedConfig:
+        return []
+    return read_as(before, own(variant.raw))
+
+
 def finding(lab: Lab, variant: Variant, kind: Kind, answer: Answer, note: str = "") -> FieldFinding:
     """The row of a variant in the verdict's coverage table."""
     defaults = lab.once(("defaults",), lambda: hf_config(lab.reference, lab.cases[lab.main_case]).to_dict())
-    own = lab.ours.decoder_config
     return FieldFinding(
         field=variant.field,
         value=variant.value,
@@ -90,6 +100,6 @@ def finding(lab: Lab, variant: Variant, kind: Kind, answer: Answer, note: str = 
         ours=answer,
         note=note[:200],
         before=hf_value(variant, defaults),
-        read_as=[] if answer == "refused" else read_as(own(variant.against), own(variant.raw)),
+        read_as=[] if answer == "refused" else _read_as(lab, variant),
         read_in=read_in(lab.ours.current.config_from_hf.__module__, variant.field),
     )

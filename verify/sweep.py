@@ -78,7 +78,7 @@ ALTERNATIVES: Mapping[str, Sequence[Any]] = {
     "num_local_experts": (10,),
     "n_routed_experts": (8,),
     "n_group": (3, 6, 12),
-    "topk_group": (1, 3, 7),
+    "topk_group": (2, 7),
     "num_experts_per_tok": (2,),
     "n_shared_experts": (3,),
     "first_k_dense_replace": (0, 3),

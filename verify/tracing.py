@@ -68,7 +68,20 @@ def unfused(trace: Trace, parts: Mapping[str, tuple[str, int, int]]) -> Trace:
 
 
 def _copies(value: Any) -> tuple[Tensor, ...]:
-    return tuple(tensor.detach().to("cpu", copy=True) for tensor in floating(value))
+    return tuple(tensor.detach().to("cpu", copy=True) for tensor in floating(_in_order(value)))
+
+
+def _in_order(value: Any) -> Any:
+    """A router's answer (logits, weights, experts) with the chosen experts in the order of their numbers.
+
+    In which order `topk` names them is nobody's business.
+    """
+    if not (isinstance(value, tuple) and len(value) == 3 and all(isinstance(item, Tensor) for item in value)):
+        return value
+    logits, weights, experts = value
+    if experts.is_floating_point() or weights.shape != experts.shape:
+        return value
+    return logits, weights.gather(-1, experts.argsort(dim=-1)), experts
 
 
 def traced(model: nn.Module, call: Callable[[], Any]) -> Trace:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from bestiary.kernels.attention import MaskSpec, attention
 from bestiary.kernels.rope import apply_rope
 from bestiary.models.cache import Cache
-from bestiary.models.config import DecoderConfig, QKNormSpan, RopeLayout
+from bestiary.models.config import MLA, DecoderConfig, QKNormSpan, RopeLayout
 from bestiary.models.layers.linear import Linear
 from bestiary.models.layers.norm import RMSNorm
 from bestiary.models.lora import adapter
@@ -27,17 +27,23 @@ class SelfAttention(nn.Module):
         self.config, self.index = heads, index
         rope = config.rope_of(index)
         self.interleaved = rope is not None and rope.layout is RopeLayout.INTERLEAVED
+        self._build_projections(config, heads.mla, name)
+        out_size = heads.num_heads * heads.v_head_dim
+        self.o_proj = Linear(out_size, config.hidden_size, heads.out_bias, adapter(config, f"{name}.o_proj"))
+        if heads.sinks:
+            self.sinks = nn.Parameter(torch.empty(heads.num_heads))
+
+    def _build_projections(self, config: DecoderConfig, mla: MLA | None, name: str) -> None:
+        assert mla is None
+        heads = config.attention
         q_size, kv_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         self.q_proj = Linear(config.hidden_size, q_size, heads.qkv_bias, adapter(config, f"{name}.q_proj"))
         self.k_proj = Linear(config.hidden_size, kv_size, heads.qkv_bias, adapter(config, f"{name}.k_proj"))
         self.v_proj = Linear(config.hidden_size, kv_size, heads.qkv_bias, adapter(config, f"{name}.v_proj"))
-        self.o_proj = Linear(q_size, config.hidden_size, heads.out_bias, adapter(config, f"{name}.o_proj"))
         if heads.qk_norm is not None:
             full = heads.qk_norm.span is QKNormSpan.FULL
             self.q_norm = RMSNorm(q_size if full else heads.head_dim, config.norm)
             self.k_norm = RMSNorm(kv_size if full else heads.head_dim, config.norm)
-        if heads.sinks:
-            self.sinks = nn.Parameter(torch.empty(heads.num_heads))
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: MaskSpec, cache: Cache | None = None
@@ -49,12 +55,7 @@ class SelfAttention(nn.Module):
             mask: what each query sees of the keys, those of the cache included.
             cache: keys and values of earlier tokens; this call appends its own.
         """
-        q, k, v = self._normed_heads(x)
-        if rope is not None:
-            q = apply_rope(q, *rope, interleaved=self.interleaved)
-            k = apply_rope(k, *rope, interleaved=self.interleaved)
-        if self.config.qk_norm is not None and self.config.qk_norm.after_rope:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self._projected(x, rope)
         if cache is not None:
             k, v = cache.append(self.index, k, v)
         sinks = self.sinks if self.config.sinks else None
@@ -69,6 +70,22 @@ class SelfAttention(nn.Module):
             dropout=self.config.dropout if self.training else 0.0,
         )
         return self.o_proj(rearrange(out, "b heads t d -> b t (heads d)"))
+
+    def _projected(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as attention takes them."""
+        q, k, v = self._normed_heads(x)
+        q, k = self._turned(q, k, rope)
+        if self.config.qk_norm is not None and self.config.qk_norm.after_rope:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+    def _turned(self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        if rope is None:
+            return q, k
+        return (
+            apply_rope(q, *rope, interleaved=self.interleaved),
+            apply_rope(k, *rope, interleaved=self.interleaved),
+        )
 
     def _normed_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys, values (B, heads, T, head_dim), normalised where that comes before RoPE."""

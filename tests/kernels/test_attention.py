@@ -300,3 +300,22 @@ def test_a_short_prompt_is_not_cut_into_blocks(tokens: int, expected: str) -> No
     with torch.no_grad(), record() as log:
         attention(*tensors(spec), spec, scale=SCALE)
     assert log == [("attention", expected)]
+
+
+@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize("implementation", ["documents", "sdpa"])
+@pytest.mark.parametrize("spec", [PLAIN, WINDOWED, PACKED], ids=["plain", "windowed", "packed"])
+def test_values_may_be_narrower_or_wider_than_queries(spec: MaskSpec, implementation: str, size: int) -> None:
+    """As in latent attention: output and every gradient are those of the reference."""
+    q, k, v = tensors(spec)
+    v = torch.randn(*v.shape[:3], size, dtype=v.dtype, generator=torch.Generator().manual_seed(3))
+    found = []
+    for name in ("eager", implementation):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        with force(attention=name):
+            out = attention(*leaves, spec, scale=SCALE)
+        assert out.shape == (*q.shape[:3], size)
+        (out * out.detach().cos()).sum().backward()
+        found.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for expected, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)

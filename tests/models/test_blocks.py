@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from enum import Enum
+from math import log
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from bestiary.kernels.dispatch import force
 from bestiary.models import Decoder, DecoderConfig
 from bestiary.models import config as config_module
 from bestiary.models.config import (
+    MLA,
     Activation,
     Attention,
     DynamicScaling,
@@ -191,6 +193,7 @@ LLAMA3 = {
     "original_max_position_embeddings": ORIGINAL,
 }
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 2.0, "beta_slow": 0.1}
+STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 1.2}
 SHORT, LONG = tuple(1.0 + i / 10 for i in range(5)), tuple(1.5 + i for i in range(5))
 
 CASES: dict[str, Case] = {
@@ -561,6 +564,66 @@ CASES: dict[str, Case] = {
         ),
         renamed(("shared_experts", "shared_expert")),
     ),
+    "deepseek_v3, latent attention, YaRN's mscale in the scale, groups": Case(
+        "DeepseekV3ForCausalLM",
+        hf(
+            head_dim=None,
+            num_key_value_heads=4,
+            attention_bias=True,
+            q_lora_rank=44,
+            kv_lora_rank=28,
+            qk_nope_head_dim=22,
+            qk_rope_head_dim=12,
+            v_head_dim=18,
+            n_routed_experts=EXPERTS,
+            num_experts_per_tok=3,
+            moe_intermediate_size=EXPERT_WIDTH,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.7,
+            first_k_dense_replace=1,
+            rope_parameters=rope_of("yarn", **STRETCHED),
+        ),
+        ours(
+            attention=Attention(
+                num_heads=4,
+                num_kv_heads=4,
+                head_dim=34,
+                scale=34**-0.5 * (0.1 * 1.2 * log(4.0) + 1) ** 2,
+                qkv_bias=True,
+                out_bias=True,
+                mla=MLA(
+                    q_lora_rank=44,
+                    kv_lora_rank=28,
+                    qk_nope_head_dim=22,
+                    qk_rope_head_dim=12,
+                    v_head_dim=18,
+                    norm_eps=1e-6,
+                ),
+            ),
+            rope=Rope(
+                theta=10000.0,
+                rotary_dim=12,
+                layout=RopeLayout.INTERLEAVED,
+                scaling=YarnScaling(**STRETCHED),
+            ),
+            moe=replace(
+                EXPERT,
+                router=Router(
+                    kind=RouterKind.SIGMOID,
+                    top_k=3,
+                    normalize=True,
+                    num_groups=4,
+                    topk_groups=2,
+                    scale=1.7,
+                    weights_in_fp32=True,
+                ),
+                shared=SharedExpert(intermediate_size=EXPERT_WIDTH),
+            ),
+            dense_layers=(0,),
+        ),
+        renamed(("shared_experts", "shared_expert")),
+    ),
     "gpt_oss, sinks, clamped SwiGLU, biases, softmax over the chosen": Case(
         "GptOssForCausalLM",
         hf(
@@ -633,7 +696,7 @@ def test_embeddings_that_are_given_are_scaled_where_hugging_face_scales_them(nam
 
 # Another order of summation: the transposed products of GPT-OSS, the fused ones of Phi-3 and GLM-4. The softmax with
 # sinks is wider here (docs/decisions.md).
-OTHER_ROUNDING = {name for name in CASES if name.startswith(("glm4,", "phi3", "gpt_oss"))}
+OTHER_ROUNDING = {name for name in CASES if name.startswith(("glm4,", "phi3", "gpt_oss", "deepseek"))}
 
 
 @pytest.fixture

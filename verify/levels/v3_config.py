@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -91,9 +92,10 @@ def _note(lab: Lab, variant: Variant, kind: Kind, answer: Answer, note: str = ""
 
 
 def _names_field(error: UnsupportedConfig, variant: Variant) -> bool:
-    """Whether a refusal names the field that differs, or the object it lies in."""
+    """Whether a refusal names the field that differs, or the object it lies in; fields that contradict it all names."""
     parts = {part for name in variant.field.replace("[", ".").replace("]", "").split(".") for part in name.split("+")}
-    return bool(parts & set(error.field.split("."))) or error.field.startswith("rope")
+    named = {*error.field.split("."), *re.findall(r"\w+", error.what)}
+    return bool(parts & named) or error.field.startswith("rope")
 
 
 def _compare(lab: Lab, variant: Variant) -> Outcome:

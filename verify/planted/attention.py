@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bestiary.models.config import DecoderConfig, QKNorm, QKNormSpan
 from bestiary.verify.planted import replay
-from bestiary.verify.planted.bug import Plant, PlantedBug, declares
+from bestiary.verify.planted.bug import Plant, PlantedBug, declares, projects_keys
 from bestiary.verify.planted.patching import adapted, built, exchange, override, patch
 
 _MODULE = "bestiary.models.layers.attention"
@@ -207,6 +207,7 @@ BUGS = (
         id="C04_k_v_swapped",
         cause="the key projection is used for values and the value projection for keys",
         level="V2",
+        applies=projects_keys,
         ours=built(f"{_MODULE}:SelfAttention", _swap_k_v),
         reference=replay.exchanged(lambda model: [(m.k_proj, m.v_proj) for m in replay.attentions(model)]),
     ),

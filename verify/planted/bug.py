@@ -30,6 +30,11 @@ def everywhere(config: DecoderConfig) -> bool:
     return True
 
 
+def projects_keys(config: DecoderConfig) -> bool:
+    """Whether attention has a projection for keys and one for values, and no latent of both."""
+    return config.attention.mla is None
+
+
 def anyone(bridge: Bridge) -> bool:
     """Applies to any bridge."""
     return True

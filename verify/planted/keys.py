@@ -16,7 +16,7 @@ from bestiary.bridges.pieces import Piece
 from bestiary.bridges.rules import Deinterleave, Expression, Rows, Rule, Stack, transpose
 from bestiary.models.config import DecoderConfig, QKNorm, QKNormSpan
 from bestiary.verify.planted import replay
-from bestiary.verify.planted.bug import Plant, PlantedBug
+from bestiary.verify.planted.bug import Plant, PlantedBug, projects_keys
 from bestiary.verify.planted.experts import HALVES_THERE
 from bestiary.verify.planted.patching import Rules, adapted, patch, ruled, together
 
@@ -301,7 +301,9 @@ BUGS = (
         id="C03_head_dim_from_hidden_size",
         cause="head_dim is hidden_size / heads whatever the config says",
         level="V0",
-        applies=lambda config: config.attention.num_heads * config.attention.head_dim != config.hidden_size,
+        applies=lambda config: (
+            projects_keys(config) and config.attention.num_heads * config.attention.head_dim != config.hidden_size
+        ),
         ours=adapted(_narrow_heads),
         config_fields=("head_dim",),
         checks=("q_proj.weight",),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bestiary.models.config import DecoderConfig
 from bestiary.verify.planted import replay
-from bestiary.verify.planted.bug import Plant, PlantedBug, ReferencePlant
+from bestiary.verify.planted.bug import Plant, PlantedBug, ReferencePlant, projects_keys
 from bestiary.verify.planted.dense import without_cap
 from bestiary.verify.planted.patching import adapted, built, override, patch, together
 
@@ -272,6 +272,7 @@ BUGS = (
         id="T47e_value_gradient_lost",
         cause="no gradient flows through the value projection to its input",
         level="V4",
+        applies=projects_keys,
         ours=built("bestiary.models.layers.attention:SelfAttention", _deaf_values),
         reference=replay.forwards(replay.ending("v_proj"), _deaf_values_there),
     ),
