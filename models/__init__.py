@@ -11,6 +11,7 @@ from bestiary.models.llama import Llama
 from bestiary.models.ministral import Ministral
 from bestiary.models.mistral import Mistral
 from bestiary.models.mixtral import Mixtral
+from bestiary.models.olmoe import Olmoe
 from bestiary.models.output import DecoderOutput
 from bestiary.models.qwen2 import Qwen2
 from bestiary.models.qwen3 import Qwen3
@@ -33,6 +34,7 @@ __all__ = [
     "Ministral",
     "Mistral",
     "Mixtral",
+    "Olmoe",
     "Qwen2",
     "Qwen3",
     "Qwen3MoE",
