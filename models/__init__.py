@@ -14,6 +14,7 @@ from bestiary.models.mixtral import Mixtral
 from bestiary.models.olmoe import Olmoe
 from bestiary.models.output import DecoderOutput
 from bestiary.models.qwen2 import Qwen2
+from bestiary.models.qwen2_moe import Qwen2MoE
 from bestiary.models.qwen3 import Qwen3
 from bestiary.models.qwen3_moe import Qwen3MoE
 from bestiary.models.seed_oss import SeedOss
@@ -36,6 +37,7 @@ __all__ = [
     "Mixtral",
     "Olmoe",
     "Qwen2",
+    "Qwen2MoE",
     "Qwen3",
     "Qwen3MoE",
     "SeedOss",
