@@ -40,6 +40,8 @@ def _value(name: str, current: Tensor, owner: nn.Module, seed: int) -> Tensor:
     if _is_scale(name, owner):
         centre = float(current.detach().float().mean().round())  # 1, or 0 where the norm computes 1 + weight
         return centre + 0.3 * noise
+    if leaf.endswith("correction_bias"):
+        return 0.1 * noise  # it alone chooses: more of it, and some experts are never chosen
     if leaf.endswith("bias"):
         return 0.3 * noise
     if current.ndim < 2:
