@@ -151,8 +151,8 @@ def _blocked_attention(_attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         scores = _scores(q, k, mask, scale, softcap)
         peak = _sink_column(sinks, scores).expand(*scores.shape[:-1], 1)
-        weight, out = (peak * 0).exp() if sinks is not None else torch.zeros_like(peak), torch.zeros_like(q)
-        out = out.unflatten(1, (k.shape[1], -1))
+        weight = (peak * 0).exp() if sinks is not None else torch.zeros_like(peak)
+        out = torch.zeros_like(scores[..., :1])
         for block, values in zip(scores.split(16, dim=-1), v.split(16, dim=2), strict=True):
             higher = torch.maximum(peak, block.amax(-1, keepdim=True)).detach()
             kept, fresh = (peak - higher).exp(), (block - higher).exp()
