@@ -105,10 +105,6 @@ def test_causes_differ():
 
 # Of fields of DecoderConfig that have their proof in tests/models/test_blocks.py and no family yet.
 AHEAD = {
-    "D34a_correction_bias_ignored",
-    "D34b_correction_bias_in_the_weights",
-    "D34c_routed_scale_ignored",
-    "D34d_groups_ignored",
     "L08_latent_norms_use_the_config_eps",
     "L19_rope_on_queries_alone",
     "L21_latent_norm_skipped",
