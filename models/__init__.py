@@ -5,6 +5,7 @@ from bestiary.models.cache import Cache
 from bestiary.models.config import DecoderConfig, LoRAConfig
 from bestiary.models.decoder import Decoder
 from bestiary.models.gemma3 import Gemma3
+from bestiary.models.glm4 import Glm4
 from bestiary.models.glm4_moe import Glm4MoE
 from bestiary.models.gpt_oss import GptOss
 from bestiary.models.hunyuan_v1_dense import HunYuanDenseV1
@@ -29,6 +30,7 @@ __all__ = [
     "DecoderConfig",
     "DecoderOutput",
     "Gemma3",
+    "Glm4",
     "Glm4MoE",
     "GptOss",
     "HunYuanDenseV1",
