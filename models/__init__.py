@@ -2,6 +2,7 @@
 
 from bestiary.models.auto import AutoDecoder
 from bestiary.models.cache import Cache
+from bestiary.models.cohere2 import Cohere2
 from bestiary.models.config import DecoderConfig, LoRAConfig
 from bestiary.models.decoder import Decoder
 from bestiary.models.gemma3 import Gemma3
@@ -26,6 +27,7 @@ from bestiary.models.surgery import replace_modules, resize_token_embeddings
 __all__ = [
     "AutoDecoder",
     "Cache",
+    "Cohere2",
     "Decoder",
     "DecoderConfig",
     "DecoderOutput",
