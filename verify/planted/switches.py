@@ -1,4 +1,4 @@
-"""Bugs in what few families have: layers without RoPE, dropout on branches, biases switched apart."""
+"""Bugs in what few families have: multipliers, layers without RoPE, dropout on branches, biases switched apart."""
 
 from __future__ import annotations
 
@@ -80,6 +80,11 @@ def _shifted_there(config: Any) -> None:
         config.no_rope_layers = switches[-1:] + switches[:-1]
 
 
+def _undivided_there(config: Any) -> None:
+    if "logits_scaling" in config.to_dict():
+        config.logits_scaling = 1.0
+
+
 BUGS = (
     PlantedBug(
         id="L01_residual_dropout_ignored",
@@ -118,6 +123,35 @@ BUGS = (
         ours=adapted(_shifted),
         reference=replay.configured(_shifted_there),
         config_fields=("no_rope_layers", "no_rope_layer_interval"),
+    ),
+    PlantedBug(
+        id="L04a_residual_multiplier_ignored",
+        cause="branches are added without their multiplier",
+        level="V2",
+        applies=lambda config: config.residual_multiplier != 1.0,
+        ours=adapted(lambda config: config.with_(residual_multiplier=1.0)),
+        reference=replay.attributes(replay.layers, lambda _module: 1.0, "residual_multiplier"),
+        config_fields=("residual_multiplier",),
+    ),
+    PlantedBug(
+        id="L04b_logits_not_divided",
+        cause="logits are not divided by the config's scaling",
+        level="V2",
+        applies=lambda config: config.logits_divisor != 1.0,
+        ours=adapted(lambda config: config.with_(logits_divisor=1.0)),
+        reference=replay.configured(_undivided_there),
+        config_fields=("logits_scaling",),
+    ),
+    PlantedBug(
+        id="L05_use_bias_leaves_out_the_mlp",
+        cause="use_bias gives biases to attention alone",
+        level="V3",
+        serves=declares("use_bias"),
+        applies=lambda config: not config.mlp_bias,
+        ours=adapted(lambda config: config.with_(mlp_bias=False)),
+        config_fields=("use_bias",),
+        checks=("use_bias",),
+        quick=("use_bias=*",),
     ),
     PlantedBug(
         id="L06_rope_alpha_ignored",
