@@ -29,7 +29,7 @@ def _fused_scores(config: DecoderConfig) -> bool:
 
 
 def _gated_plainly(config: DecoderConfig) -> bool:
-    return config.moe is None or config.moe.clamp is None
+    return config.mlp_gated and (config.moe is None or config.moe.clamp is None)
 
 
 def _dense(config: DecoderConfig) -> bool:
