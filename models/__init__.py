@@ -1,14 +1,17 @@
 """What the networks are: canonical decoder definitions in plain single-device PyTorch, without transformers."""
 
+from bestiary.models.arcee import Arcee
 from bestiary.models.auto import AutoDecoder
 from bestiary.models.cache import Cache
 from bestiary.models.cohere2 import Cohere2
 from bestiary.models.config import DecoderConfig, LoRAConfig
 from bestiary.models.decoder import Decoder
+from bestiary.models.ernie4_5 import Ernie45
 from bestiary.models.gemma3 import Gemma3
 from bestiary.models.glm4 import Glm4
 from bestiary.models.glm4_moe import Glm4MoE
 from bestiary.models.gpt_oss import GptOss
+from bestiary.models.granite import Granite
 from bestiary.models.hunyuan_v1_dense import HunYuanDenseV1
 from bestiary.models.llama import Llama
 from bestiary.models.ministral import Ministral
@@ -25,16 +28,19 @@ from bestiary.models.smollm3 import SmolLM3
 from bestiary.models.surgery import replace_modules, resize_token_embeddings
 
 __all__ = [
+    "Arcee",
     "AutoDecoder",
     "Cache",
     "Cohere2",
     "Decoder",
     "DecoderConfig",
     "DecoderOutput",
+    "Ernie45",
     "Gemma3",
     "Glm4",
     "Glm4MoE",
     "GptOss",
+    "Granite",
     "HunYuanDenseV1",
     "Llama",
     "LoRAConfig",

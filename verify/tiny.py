@@ -250,7 +250,9 @@ def _takes_head_dim(reference: str) -> bool:
     defaults = config_defaults(reference)
     unused = {name for name in ONLY_WHERE_SET if defaults.get(name) is None}
     raw = {name: value for name, value in BASE.items() if readable(name) and name not in unused}
-    model = build(reference, fitted(reference, {**raw, "num_hidden_layers": 2}, checked=True), torch.float32)
+    tried = fitted(reference, {**raw, "num_hidden_layers": 2}, checked=True)
+    pad_inside(tried, defaults)
+    model = build(reference, tried, torch.float32)
     try:
         with torch.no_grad():
             model(torch.zeros(1, 2, dtype=torch.int64))
