@@ -109,20 +109,16 @@ AHEAD = {
     "L19_rope_on_queries_alone",
     "L21_latent_norm_skipped",
     "L40_mscale_missing_in_the_scale",
-    "P05_rope_in_halves",
     "P18a_branch_norms_swapped",
     "P18b_branch_norm_outside_the_residual",
     "P29_score_soft_cap_ignored",
-    "P45a_fused_parts_in_reverse",
-    "P54_parallel_block_in_sequence",
-    "P58_rms_norm_for_layer_norm",
     "P59_residual_dropout_ignored",
 }
 
 
 def test_every_bug_concerns_a_family_and_every_family_has_at_least_34():
     concerned = {family: _concerned(family) for family in REGISTERED}
-    assert set().union(AHEAD, *concerned.values()) == set(BY_ID)
+    assert set().union(*concerned.values()) == set(BY_ID) - AHEAD
     assert all(len(ids) >= self_test.MIN_BUGS for ids in concerned.values())
 
 
