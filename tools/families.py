@@ -122,8 +122,8 @@ def accept(root: Path, verdicts: Report, families: Sequence[FamilyResult], *, se
         folder = root / FOLDER / name
         folder.mkdir(parents=True, exist_ok=True)
         for file, content in (
-            (ACCEPTANCE, one.to_json()),
-            (KILLS, self_test.to_json()),
+            (ACCEPTANCE, one.to_json(indent=None)),
+            (KILLS, self_test.to_json(indent=None)),
             (CARD, card(one, self_test).rstrip("\n")),
         ):
             (folder / file).write_text(content + "\n", encoding="utf-8")

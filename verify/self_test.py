@@ -115,9 +115,9 @@ class SelfTest(_Strict):
     families: list[FamilyResult]
     problems: list[str]
 
-    def to_json(self) -> str:
-        """The result as JSON text."""
-        return self.model_dump_json(by_alias=True, indent=1)
+    def to_json(self, *, indent: int | None = 1) -> str:
+        """The result as JSON text; one line with `indent` None."""
+        return self.model_dump_json(by_alias=True, indent=indent)
 
     def text(self) -> str:
         """One line a family, then what went wrong, then the sums."""

@@ -287,9 +287,9 @@ class Report(_Strict):
             raise ValueError(f"exit code {int(self.exit_code)} does not follow from the verdicts ({int(expected)})")
         return self
 
-    def to_json(self) -> str:
-        """The report as JSON text, keys as in the schema."""
-        return self.model_dump_json(by_alias=True, indent=1)
+    def to_json(self, *, indent: int | None = 1) -> str:
+        """The report as JSON text, keys as in the schema; one line with `indent` None."""
+        return self.model_dump_json(by_alias=True, indent=indent)
 
 
 def report(verdicts: list[Verdict]) -> Report:

@@ -164,7 +164,7 @@ def _wrong_list(port: Port, listed: dict[str, Any]) -> KillListWrong:
 
 
 def _write(port: Port, result: Report, self_test: SelfTest | None) -> None:
-    (port.folder / ACCEPTANCE).write_text(result.to_json() + "\n", encoding="utf-8")
+    (port.folder / ACCEPTANCE).write_text(result.to_json(indent=None) + "\n", encoding="utf-8")
     (port.folder / CARD).write_text(card(result, self_test), encoding="utf-8")
     if self_test is not None:
-        (port.folder / KILLS).write_text(self_test.to_json() + "\n", encoding="utf-8")
+        (port.folder / KILLS).write_text(self_test.to_json(indent=None) + "\n", encoding="utf-8")
