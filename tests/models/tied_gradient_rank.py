@@ -1,5 +1,6 @@
 """What one rank of `test_tied_gradient_ranks` does: a step on its share of the batch, under each wrapper."""
 
+import gc
 from pathlib import Path
 
 import torch
@@ -50,6 +51,7 @@ def run(rank: int, store: Path) -> dict[str, dict[str, Tensor]]:
     try:
         return {f"{family} {wrapper}": gradients(family, wrapper, rank) for family in FAMILIES for wrapper in WRAPPERS}
     finally:
+        gc.collect()  # wrappers lie in cycles and hold threads of the group: they go before it does
         dist.destroy_process_group()
 
 
