@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bestiary.bridges import get_bridge
+from bestiary.bridges import get_bridge, registered_bridges
 from bestiary.tools import families
 from bestiary.tools.families import NotAccepted, accept, records, stale, with_table
 from bestiary.verify.hashes import digest
@@ -13,6 +13,7 @@ from bestiary.verify.verdict import Exit, report
 from tests.verify.verdicts import verdict
 
 ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def _kills(**changes: object) -> FamilyResult:
@@ -23,6 +24,15 @@ def _kills(**changes: object) -> FamilyResult:
 
 def _survivor() -> Kill:
     return Kill(bug="Q2_y", level="V2", cause="y", killed=False, named=False, verdict="pass", seconds=1.0)
+
+
+def test_every_family_has_a_record_of_its_present_files() -> None:
+    assert set(records(ROOT)) == set(registered_bridges())
+    assert stale(ROOT) == {}
+
+
+def test_the_readme_shows_the_records() -> None:
+    assert with_table(README, records(ROOT)) == README, "make readme"
 
 
 def test_a_readme_without_its_marks_is_an_error() -> None:
