@@ -36,6 +36,8 @@ def trainers() -> Iterator["subprocess.Popen[str]"]:
 
 def run(trainers: "subprocess.Popen[str]", folder: Path, *runs: tuple[int, ...]) -> list[int]:
     """Exit codes of trainers that run together: workers, rank, world, kill_at and stop_at of each."""
+    for old in folder.glob("meeting.*"):  # where ranks of an earlier run met: their addresses are dead
+        old.unlink()
     assert trainers.stdin is not None
     assert trainers.stdout is not None
     trainers.stdin.write(json.dumps([[str(folder), *arguments] for arguments in runs]) + "\n")
