@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from bestiary.bridges import llama
 from bestiary.bridges.bridge import Bridge
-from bestiary.bridges.fields import HFFields, usual_fields
-from bestiary.bridges.rope import rope_to_hf
+from bestiary.bridges.fields import HFFields
 from bestiary.bridges.rules import rename, tie
 from bestiary.models import Arcee
 from bestiary.models.config import Activation, Attention, DecoderConfig, Norm
@@ -56,11 +56,8 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The fields of ArceeConfig that describe `config`."""
-    return usual_fields(config) | {
+    return llama.config_to_hf(config) | {
         "model_type": "arcee",
-        "rope_parameters": rope_to_hf(config.rope),
-        "hidden_act": config.activation,
-        "mlp_bias": config.mlp_bias,
     }
 
 

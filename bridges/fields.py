@@ -263,6 +263,13 @@ class HFFields:
             )
         return method
 
+    def switched_window(self, default: int) -> int | None:
+        """`sliding_window` where `use_sliding_window` is on, else None; its type is checked in any case."""
+        self.take_optional("sliding_window", int, default)
+        if not self.take("use_sliding_window", bool, False):
+            return None
+        return self.positive_optional("sliding_window", int, default)
+
     def layer_types(self, layers: int, default: Callable[[int], LayerType]) -> tuple[LayerType, ...]:
         """`layer_types`, or `default(i)` for each layer where absent."""
         names = self.take_optional("layer_types", list)

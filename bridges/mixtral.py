@@ -10,7 +10,7 @@ from typing import Any
 from bestiary.bridges.bridge import Bridge
 from bestiary.bridges.fields import HFFields, usual_fields
 from bestiary.bridges.rope import rope_to_hf
-from bestiary.bridges.rules import concat, layouts, rename, stack, tie
+from bestiary.bridges.rules import experts, layouts, rename, tie
 from bestiary.models import Mixtral
 from bestiary.models.config import (
     Activation,
@@ -29,16 +29,7 @@ RULES = (
     rename("model.layers.*.{input,post_attention}_layernorm.weight"),
     rename("model.layers.*.self_attn.{q,k,v,o}_proj.weight"),
     layouts(f"{_MODULES}.gate.weight", hub=f"{_HUB}.gate.weight", fused=f"{_MODULES}.gate.weight"),
-    layouts(
-        f"{_MODULES}.experts.gate_up_proj",
-        hub=stack(concat(f"{_HUB}.experts.*.w1.weight", f"{_HUB}.experts.*.w3.weight")),
-        fused=f"{_MODULES}.experts.gate_up_proj",
-    ),
-    layouts(
-        f"{_MODULES}.experts.down_proj",
-        hub=stack(f"{_HUB}.experts.*.w2.weight"),
-        fused=f"{_MODULES}.experts.down_proj",
-    ),
+    *experts(f"{_MODULES}.experts", hub=f"{_HUB}.experts", leaves=("w1", "w3", "w2")),
     rename("model.norm.weight"),
     tie("lm_head.weight", to="model.embed_tokens.weight"),
 )
@@ -93,9 +84,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The fields of MixtralConfig that describe `config`."""
     moe = config.moe
     assert moe is not None
-    fields = usual_fields(config)
-    del fields["attention_bias"]
-    return fields | {
+    return usual_fields(config, without=("attention_bias",)) | {
         "model_type": "mixtral",
         "rope_parameters": rope_to_hf(config.rope),
         "sliding_window": config.sliding_window,

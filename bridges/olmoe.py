@@ -84,9 +84,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The fields of OlmoeConfig that describe `config`."""
     moe = config.moe
     assert moe is not None
-    fields = usual_fields(config)
-    del fields["head_dim"]  # no field of the class: hidden_size / heads
-    return fields | {
+    return usual_fields(config, without=("head_dim",)) | {  # its heads have hidden_size / heads
         "model_type": "olmoe",
         "rope_parameters": rope_to_hf(config.rope),
         "hidden_act": config.activation,

@@ -41,9 +41,8 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
     layers, hidden = hf.positive("num_hidden_layers", 24), hf.positive("hidden_size", 2048)
     heads, context = hf.positive("num_attention_heads", 16), hf.positive("max_position_embeddings", 32768)
     head_dim = hf.positive("head_dim", hidden // heads)  # no field of the class, yet its attention reads it
-    slides = hf.take("use_sliding_window", bool, False)
-    full_from, window = hf.take("max_window_layers", int, 28), hf.take_optional("sliding_window", int, 4096)
-    window = hf.positive_optional("sliding_window", int, 4096) if slides else None
+    slides, window = hf.take("use_sliding_window", bool, False), hf.switched_window(4096)
+    full_from = hf.take("max_window_layers", int, 28)
 
     def kind(index: int) -> LayerType:
         return LayerType.SLIDING if slides and index % 2 == 0 and index < full_from else LayerType.FULL
@@ -96,10 +95,9 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     moe = config.moe
     assert moe is not None
     assert moe.shared is not None
-    fields = usual_fields(config)
-    fields["qkv_bias"] = fields.pop("attention_bias")  # the output projection has none in any case
-    return fields | {
+    return usual_fields(config, without=("attention_bias",)) | {
         "model_type": "qwen2_moe",
+        "qkv_bias": config.attention.qkv_bias,  # the output projection has none in any case
         "rope_parameters": rope_to_hf(config.rope),
         "layer_types": list(config.layer_types),
         "use_sliding_window": config.sliding_window is not None,

@@ -28,8 +28,7 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
     layers, heads = hf.positive("num_hidden_layers", 32), hf.positive("num_attention_heads", 32)
     head_dim, context = hf.positive("head_dim", 128), hf.positive("max_position_embeddings", 32768)
     bias = hf.take("attention_bias", bool, False)
-    window = hf.take_optional("sliding_window", int, 4096)
-    window = hf.positive_optional("sliding_window", int, 4096) if hf.take("use_sliding_window", bool, False) else None
+    window = hf.switched_window(4096)
     first_sliding = hf.take("max_window_layers", int, 28)
     hf.inert("max_window_layers", why="layer_types wins over it, and exports spell it out")
     return DecoderConfig(

@@ -7,7 +7,7 @@ from typing import Any
 from bestiary.bridges.bridge import Bridge
 from bestiary.bridges.fields import HFFields, usual_fields
 from bestiary.bridges.rope import rope_to_hf
-from bestiary.bridges.rules import concat, layouts, rename, stack, tie
+from bestiary.bridges.rules import experts, rename, tie
 from bestiary.models import Qwen3MoE
 from bestiary.models.config import (
     Activation,
@@ -21,23 +21,13 @@ from bestiary.models.config import (
     RouterKind,
 )
 
-_EXPERTS = "model.layers.*.mlp.experts"
 RULES = (
     rename("model.embed_tokens.weight"),
     rename("model.layers.*.{input,post_attention}_layernorm.weight"),
     rename("model.layers.*.self_attn.{q,k,v,o}_proj.{weight,bias}"),
     rename("model.layers.*.self_attn.{q,k}_norm.weight"),
     rename("model.layers.*.mlp.gate.weight"),
-    layouts(
-        f"{_EXPERTS}.gate_up_proj",
-        per_expert=stack(concat(f"{_EXPERTS}.*.gate_proj.weight", f"{_EXPERTS}.*.up_proj.weight")),
-        fused=f"{_EXPERTS}.gate_up_proj",  # as the modules of transformers 5 hold it
-    ),
-    layouts(
-        f"{_EXPERTS}.down_proj",
-        per_expert=stack(f"{_EXPERTS}.*.down_proj.weight"),
-        fused=f"{_EXPERTS}.down_proj",
-    ),
+    *experts("model.layers.*.mlp.experts"),
     rename("model.layers.*.mlp.{gate,up,down}_proj.weight"),  # dense layers
     rename("model.norm.weight"),
     tie("lm_head.weight", to="model.embed_tokens.weight"),
@@ -50,8 +40,7 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
     heads, context = hf.positive("num_attention_heads", 32), hf.positive("max_position_embeddings", 32768)
     head_dim = hf.positive("head_dim", hidden // heads)  # no field of the class, yet its attention reads it
     bias = hf.take("attention_bias", bool, False)
-    window = hf.take_optional("sliding_window", int, 4096)
-    window = hf.positive_optional("sliding_window", int, 4096) if hf.take("use_sliding_window", bool, False) else None
+    window = hf.switched_window(4096)
     hf.inert("max_window_layers", why="the window holds for all layers")
     hf.inert("layer_types", allowed=(None,), why="the window holds for all layers or for none")
     hf.inert("shared_expert_intermediate_size", allowed=(0, None), why="no shared expert in this family")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from bestiary.bridges import llama
 from bestiary.bridges.bridge import Bridge
-from bestiary.bridges.fields import HFFields, usual_fields
-from bestiary.bridges.llama import RULES
-from bestiary.bridges.rope import rope_to_hf
+from bestiary.bridges.fields import HFFields
 from bestiary.models import SeedOss
 from bestiary.models.config import Activation, Attention, DecoderConfig, Norm
 
@@ -47,13 +46,10 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The fields of SeedOssConfig that describe `config`."""
-    return usual_fields(config) | {
+    return llama.config_to_hf(config) | {
         "model_type": "seed_oss",
-        "rope_parameters": rope_to_hf(config.rope),
         "attention_out_bias": config.attention.out_bias,
         "residual_dropout": config.residual_dropout,
-        "hidden_act": config.activation,
-        "mlp_bias": config.mlp_bias,
     }
 
 
@@ -72,6 +68,6 @@ BRIDGE = Bridge(
     decoder=SeedOss,
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
-    rules=RULES,
+    rules=llama.RULES,
     kill_list=KILL_LIST,
 )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from bestiary.bridges import llama
 from bestiary.bridges.bridge import Bridge
-from bestiary.bridges.fields import HFFields, usual_fields
-from bestiary.bridges.llama import RULES
-from bestiary.bridges.rope import rope_to_hf
+from bestiary.bridges.fields import HFFields
 from bestiary.models import SmolLM3
 from bestiary.models.config import Activation, Attention, DecoderConfig, LayerType, Norm
 
@@ -64,15 +63,12 @@ def config_from_hf(hf: HFFields) -> DecoderConfig:
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The fields of SmolLM3Config that describe `config`."""
-    return usual_fields(config) | {
+    return llama.config_to_hf(config) | {
         "model_type": "smollm3",
-        "rope_parameters": rope_to_hf(config.rope),
         "layer_types": list(config.layer_types),
         "use_sliding_window": LayerType.SLIDING in config.layer_types,
         "sliding_window": config.sliding_window,
         "no_rope_layers": [int(i not in config.nope_layers) for i in range(config.num_hidden_layers)],
-        "hidden_act": config.activation,
-        "mlp_bias": config.mlp_bias,
     }
 
 
@@ -91,6 +87,6 @@ BRIDGE = Bridge(
     decoder=SmolLM3,
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
-    rules=RULES,
+    rules=llama.RULES,
     kill_list=KILL_LIST,
 )

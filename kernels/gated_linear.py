@@ -8,7 +8,6 @@ computed in that pass anyway.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bestiary.kernels import lean
@@ -16,7 +15,7 @@ from bestiary.kernels.activation import gated
 from bestiary.kernels.dispatch import choose
 from bestiary.kernels.linear import linear
 from bestiary.kernels.log_prob_autograd import refuse_second_order
-from bestiary.kernels.products import in_onednn, inner_product, mm
+from bestiary.kernels.products import affine, mm
 
 
 def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -58,10 +57,7 @@ class _GatedLinear(torch.autograd.Function):
         ctx.save_for_backward(gate, up, weight)
         ctx.activation = activation
         x = lean.activate(gate, activation).mul_(up)
-        if in_onednn(x.numel() // max(x.shape[-1], 1), x, weight):
-            y: Tensor = inner_product(x, weight, bias, "none", [], "")
-            return y
-        return F.linear(x, weight, bias)
+        return affine(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *upstreams: Tensor) -> tuple[Tensor | None, ...]:

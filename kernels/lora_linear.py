@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bestiary.kernels.dispatch import choose
 from bestiary.kernels.log_prob_autograd import refuse_second_order
-from bestiary.kernels.products import in_onednn, inner_product, mm
+from bestiary.kernels.products import affine, mm
 from bestiary.kernels.triton_runtime import lora_obstacle
 
 
@@ -108,8 +108,7 @@ def _product(
         from bestiary.kernels.triton_lora_linear import product  # needs the optional triton
 
         return product(x, weight, bias, low, high, scaling)
-    wide = in_onednn(len(_rows(x)), x, weight)
-    y: Tensor = inner_product(x, weight, bias, "none", [], "") if wide else F.linear(x, weight, bias)
+    y = affine(x, weight, bias)
     if low.dtype == y.dtype:
         low = _rows(low)
         y.view(low.shape[0], y.shape[-1]).addmm_(low, high.t(), alpha=scaling)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -58,6 +59,14 @@ def mm(left: Tensor, right: Tensor) -> Tensor:
         return torch.mm(left, right)
     product: Tensor = inner_product(left, right.t(), None, "none", [], "")
     return product
+
+
+def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + b for x (..., in) and weight (out, in), without a graph."""
+    if not in_onednn(x.numel() // max(x.shape[-1], 1), x, weight):
+        return F.linear(x, weight, bias)
+    y: Tensor = inner_product(x, weight, bias, "none", [], "")
+    return y
 
 
 def put_product(out: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> None:

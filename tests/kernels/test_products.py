@@ -13,6 +13,7 @@ from bestiary.kernels import products
 from bestiary.kernels.cross_entropy import linear_cross_entropy
 from bestiary.kernels.dispatch import force, record
 from bestiary.kernels.experts import ExpertLinear, experts_mlp
+from bestiary.kernels.gated_linear import gated_linear
 from bestiary.kernels.linear import linear
 from bestiary.kernels.log_prob import linear_log_prob
 from bestiary.kernels.lora_linear import lora_linear
@@ -38,7 +39,7 @@ def everything_in_onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]
         product: Tensor = inner(*args)
         return product
 
-    for module in ("products", "linear", "lora_linear"):
+    for module in ("products", "linear"):
         monkeypatch.setattr(f"bestiary.kernels.{module}.inner_product", counted)
     monkeypatch.setattr(products, "blas_is_held_back", lambda: True)
     monkeypatch.setattr(products, "SMALL", 0)
@@ -68,6 +69,23 @@ def test_products_of_any_shape_and_order(n: int, k: int, m: int, turned: bool) -
     close(place, 2 * expected)
     assert torch.equal(out[:n], before[:n])
     assert torch.equal(out[n:, m:], before[n:, m:])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_second_half_of_an_mlp_and_all_its_gradients(bias: bool, everything_in_onednn: list[int]) -> None:
+    """One product forward, and in the backward pass one for the activations and one for the weight."""
+    given = [normal(2, 5, 12), normal(2, 5, 12, seed=1), normal(9, 12, seed=2), *([normal(9, seed=3)] if bias else [])]
+    found, expected = (
+        [tensor.detach().to(dtype).requires_grad_() for tensor in given] for dtype in (torch.float32, torch.float64)
+    )
+    pull = normal(2, 5, 9, seed=4)
+    one, other = (gated_linear(*some[:3], some[3] if bias else None, "silu") for some in (found, expected))
+    one.backward(pull)
+    assert len(everything_in_onednn) == 3
+    other.backward(pull.double())
+    close(one.detach(), other.detach())
+    for mine, theirs in zip(found, expected, strict=True):
+        close(mine.grad, theirs.grad)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bias", [False, True])

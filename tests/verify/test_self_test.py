@@ -112,7 +112,6 @@ AHEAD = {
     "P18a_branch_norms_swapped",
     "P18b_branch_norm_outside_the_residual",
     "P29_score_soft_cap_ignored",
-    "P59_residual_dropout_ignored",
 }
 
 

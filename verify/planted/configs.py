@@ -158,16 +158,6 @@ BUGS = (
         quick=("router_jitter_noise=*",),
     ),
     PlantedBug(
-        id="P59_residual_dropout_ignored",
-        cause="the dropout of residual branches is accepted and ignored",
-        level="V3",
-        serves=declares("resid_pdrop"),
-        ours=adapted(lambda config: config.with_(residual_dropout=0.0)),
-        config_fields=("resid_pdrop",),
-        checks=("resid_pdrop",),
-        quick=("resid_pdrop=*",),
-    ),
-    PlantedBug(
         id="C11c_activation_ignored",
         cause="the activation is the family's own whatever the config says",
         level="V3",

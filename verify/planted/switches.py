@@ -88,13 +88,13 @@ def _undivided_there(config: Any) -> None:
 BUGS = (
     PlantedBug(
         id="L01_residual_dropout_ignored",
-        cause="residual_dropout is accepted and ignored",
+        cause="the dropout of residual branches is accepted and ignored",
         level="V3",
         applies=lambda config: config.residual_dropout > 0,
         ours=adapted(lambda config: config.with_(residual_dropout=0.0)),
-        config_fields=("residual_dropout",),
-        checks=("residual_dropout",),
-        quick=("residual_dropout=*",),
+        config_fields=("residual_dropout", "resid_pdrop"),
+        checks=("residual_dropout", "resid_pdrop"),
+        quick=("resid*=*",),
     ),
     PlantedBug(
         id="L02_out_bias_ignored",
