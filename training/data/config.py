@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from bestiary.training.data.encode import RowEncoder
 from bestiary.training.data.errors import InvalidPlan
@@ -22,13 +20,10 @@ from bestiary.training.data.samples import Kind
 from bestiary.training.data.source import Source
 from bestiary.training.data.template import TemplateArguments
 from bestiary.training.data.tokenizer import BaseHFModelTokenizer
+from bestiary.training.sections import Section, read_mapping, validated
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TokenizerConfig(_Section):
+class TokenizerConfig(Section):
     """Which tokenizer and template.
 
     Attributes:
@@ -57,7 +52,7 @@ class TokenizerConfig(_Section):
         )
 
 
-class SourceConfig(_Section):
+class SourceConfig(Section):
     """One source; `kind`, `shape`, `columns` and what is trained as `RowEncoder` has them, the rest as `Source`."""
 
     name: Annotated[str, Field(min_length=1)]
@@ -96,7 +91,7 @@ class SourceConfig(_Section):
         )
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """Everything that decides what enters the loss."""
 
     tokenizer: TokenizerConfig
@@ -147,35 +142,15 @@ def load_data_config(file: Path) -> DataConfig:
     Raises:
         InvalidPlan: no such section, or a key or value that is wrong; an unknown key with the nearest known one.
     """
-    text = file.read_text(encoding="utf-8")
-    try:
-        whole = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
-        raise InvalidPlan(f"not readable as {file.suffix[1:] or 'yaml'}: {error}", read_from=str(file)) from error
-    if not isinstance(whole, Mapping) or not isinstance(whole.get("data"), Mapping):
+    whole = read_mapping(file, InvalidPlan)
+    if not isinstance(whole.get("data"), Mapping):
         raise InvalidPlan("there is no section data.", read_from=str(file), remedy="data: {tokenizer: …, sources: […]}")
-    try:
-        config = DataConfig.model_validate(whole["data"])
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in ("data", *first["loc"]))
-        raise InvalidPlan(
-            f"{place}: {first['msg'].removeprefix('Value error, ')}.",
-            read_from=str(file),
-            remedy=_nearest(first) if first["type"] == "extra_forbidden" else None,
-        ) from error
-    return _from_folder(config, file.parent)
+    found = validated(DataConfig, whole["data"], place="data", read_from=str(file), error=InvalidPlan)
+    return placed_in(found, file.parent)
 
 
-def _nearest(error: Any) -> str:
-    """Which key was meant."""
-    known = {name for section in (DataConfig, SourceConfig, TokenizerConfig, TrainOn) for name in section.model_fields}
-    near = get_close_matches(str(error["loc"][-1]), known, 1)
-    return f"did you mean {near[0]}?" if near else "remove it"
-
-
-def _from_folder(config: DataConfig, folder: Path) -> DataConfig:
-    """Relative local paths, as they count from the file."""
+def placed_in(config: DataConfig, folder: Path) -> DataConfig:
+    """The same with relative local paths made to count from the folder of its file."""
 
     def placed(path: str) -> str:
         return path if "://" in path or Path(path).is_absolute() else str(folder / path)

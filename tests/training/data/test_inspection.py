@@ -107,7 +107,7 @@ def test_a_wrong_key_is_named_with_the_nearest(run_file, tmp_path):
     config = json.loads(run_file.read_text())
     config["data"]["pack_lenght"] = config["data"].pop("pack_length")
     (tmp_path / "run.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidPlan, match=r"data\.pack_lenght: Extra inputs(.|\n)*did you mean pack_length\?"):
+    with pytest.raises(InvalidPlan, match=r"data\.pack_lenght is no known key(.|\n)*did you mean pack_length\?"):
         load_data_config(tmp_path / "run.json")
 
 

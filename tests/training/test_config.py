@@ -1,0 +1,92 @@
+"""A run's file: defaults that run, errors that name key, value and the nearest key."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bestiary.training.config import RunConfig, load_run_config
+from bestiary.training.errors import InvalidRun
+
+SMALL = {
+    "recipe": "sft",
+    "model": {"src": "Qwen/Qwen3-0.6B"},
+    "data": {"tokenizer": {"src": "Qwen/Qwen3-0.6B"}, "sources": [{"name": "a", "files": "a.jsonl", "kind": "text"}]},
+    "loop": {"steps": 10},
+    "out": "runs/a",
+}
+
+
+def written(folder: Path, content: object = SMALL, name: str = "run.json") -> Path:
+    file = folder / name
+    file.write_text(json.dumps(content))
+    return file
+
+
+def test_what_a_run_saves_of_itself_is_the_same_run(tmp_path):
+    config = load_run_config(written(tmp_path), ["optim.lr=3e-4", "lora.r=4", "data.sources.0.weight=0.5"])
+    assert config.lr == 3e-4
+    assert config.lora is not None
+    assert config.lora.r == 4
+    assert config.data.sources[0].weight == 0.5
+    assert config.data.sources[0].files == str(tmp_path / "a.jsonl")
+    again = written(tmp_path, yaml.safe_load(config.yaml()))
+    assert load_run_config(again) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("optim.learning_rate=1", r"optim\.learning_rate is no known key(.|\n)*one of name, lr"),
+        ("optim.betass=1", r"optim\.betass is no known key(.|\n)*did you mean betas\?"),
+        ("modle.src=x", r"modle is no known key(.|\n)*did you mean model\?"),
+        ("data.sources.0.kinds=text", r"data\.sources\.0\.kinds is no known key(.|\n)*did you mean kind\?"),
+        ("optim.lr=-1", r"optim\.lr = -1: .*greater than 0"),
+        ("optim.name=adam", r"optim\.name = 'adam': .*'adamw'"),
+        ("loop.steps=null", r"neither loop\.steps nor data\.epochs"),
+        ("optim", r"'optim' is no change"),
+        ("optim.lr.top=1", r"optim\.lr has no keys below it"),
+        ("data.sources.3=1", r"the list has 1 elements"),
+        ("recipe=dpo", r"recipe = 'dpo' and the command is sft"),
+        ("precision.parameters=float16", r"float16: updates vanish"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(tmp_path, change, said):
+    changes = ["optim.lr=1e-5", change] if change.startswith("optim.lr.") else [change]
+    with pytest.raises(InvalidRun, match=said):
+        load_run_config(written(tmp_path), changes, recipe="sft")
+
+
+@pytest.mark.parametrize(("name", "text"), [("run.yaml", "a: ["), ("run.json", "{"), ("run.yaml", "- 1"), (None, "")])
+def test_a_file_that_is_none_is_said_so(tmp_path, name, text):
+    file = tmp_path / (name or "missing.yaml")
+    if name:
+        file.write_text(text)
+    with pytest.raises(InvalidRun, match=str(file)):
+        load_run_config(file)
+
+
+@given(
+    lr=st.floats(1e-9, 1.0),
+    warmup=st.floats(0, 1e4),
+    schedule=st.sampled_from(["cosine", "linear", "constant", "wsd"]),
+    steps=st.integers(1, 10**9),
+)
+def test_every_value_survives_the_file(lr, warmup, schedule, steps):
+    changes = {"optim": {"lr": lr, "warmup": warmup, "schedule": schedule}, "loop": {"steps": steps}}
+    config = RunConfig.model_validate(SMALL | changes)
+    assert RunConfig.model_validate(yaml.safe_load(config.yaml())) == config
+
+
+def test_held_out_sources_are_packed_as_the_others(tmp_path):
+    held = {"sources": [{"name": "b", "files": "b.jsonl", "kind": "text"}]}
+    config = load_run_config(written(tmp_path, SMALL | {"loop": {"steps": 10, "evaluation": held}}))
+    data = config.evaluation_data()
+    assert data is not None
+    assert (data.sources[0].files, data.epochs, data.pack_length) == (str(tmp_path / "b.jsonl"), 1, 4096)
+    held["sources"][0]["kindd"] = "text"
+    with pytest.raises(InvalidRun, match=r"loop\.evaluation\.sources\.0\.kindd(.|\n)*did you mean kind"):
+        load_run_config(written(tmp_path, SMALL | {"loop": {"steps": 10, "evaluation": held}}))

@@ -1,0 +1,308 @@
+"""One file for every recipe: what is trained, on what, how, where; checked before anything is loaded.
+
+    model: {src: Qwen/Qwen3-0.6B}
+    data:
+      tokenizer: {src: Qwen/Qwen3-0.6B}
+      sources: [{name: talks, files: talks.jsonl, kind: chat}]
+    out: runs/first
+
+is a whole run: every other key has a default. The same keys stand on the command line, dotted: `optim.lr=1e-5`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, model_validator
+
+from bestiary.training.data.config import DataConfig, placed_in
+from bestiary.training.errors import InvalidRun
+from bestiary.training.sections import Section, fields_at, read_mapping, validated
+
+RecipeName = Literal["sft", "dpo", "kto", "reward", "distill"]
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class ModelSection(Section):
+    """Which weights.
+
+    Attributes:
+        src: checkpoint folder or hub id.   revision: of the hub.
+        checkpointing: blocks whose activations are computed again in the backward pass.
+        compile: each block by torch.compile.
+    """
+
+    src: str
+    revision: str | None = None
+    checkpointing: Literal["none", "full"] = "none"
+    compile: bool = False
+
+
+class LoRASection(Section):
+    """Adapters; without the section all weights train. Names as in `bestiary.models.LoRAConfig`."""
+
+    r: Count = 16
+    alpha: Positive = 32.0
+    targets: tuple[str, ...] = ("*_proj",)
+
+
+class LossSection(Section):
+    """Which loss of the recipe, and its numbers; a recipe refuses those that are not its own.
+
+    Attributes:
+        name: sft: nll, dft; dpo: sigmoid, ipo, …; distill: forward_kl, reverse_kl, jsd; None: the recipe's first.
+        beta: of preference losses, and of the Jensen–Shannon divergence.
+        options: further numbers, by the names that the recipe's class documents.
+        reference: whom preference losses compare with: the model without its adapters, or a checkpoint.
+        teacher: of distillation, a checkpoint.
+    """
+
+    name: str | None = None
+    beta: Positive | None = None
+    options: dict[str, float] = Field(default_factory=dict)
+    reference: str | None = None
+    teacher: str | None = None
+
+
+class OptimSection(Section):
+    """The optimiser and its schedule.
+
+    Attributes:
+        name: adamw; muon for matrices of the blocks with adamw for all else; sgd.
+        lr: at the top of the schedule; None: 1e-5, with adapters 2e-4.
+        weight_decay: of matrices; norms, biases, sinks and embeddings have none.
+        schedule: after the warm-up; cosine and linear end at `final` × lr, wsd stays and falls over the last fifth.
+        warmup: steps, or below 1 a share of all steps.
+        max_grad_norm: of all gradients together; None: unclipped.
+    """
+
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    lr: Positive | None = None
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
+    momentum: NotNegative = 0.95
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    warmup: NotNegative = 0.03
+    final: Annotated[float, Field(ge=0, le=1)] = 0.1
+    max_grad_norm: Positive | None = 1.0
+
+
+class PrecisionSection(Section):
+    """Dtypes.
+
+    Attributes:
+        parameters: as kept and updated; None: the checkpoint's. float32 with compute: bfloat16 are master weights.
+        compute: of the blocks' products; None: that of the parameters.   reduce: of gradients between processes.
+    """
+
+    parameters: Dtype | None = None
+    compute: Dtype | None = None
+    reduce: Dtype = "float32"
+
+
+class ParallelSection(Section):
+    """How processes share the work; `shard: -1` takes all that the others leave. One process needs none of it."""
+
+    replicate: Count = 1
+    shard: Annotated[int, Field(ge=-1)] = -1
+    tensor: Count = 1
+    expert: Count = 1
+
+
+class EvaluationSection(Section):
+    """Held-out data.
+
+    Attributes:
+        sources: as those of `data`; tokenizer and packing are its.   every: steps.   packs: of each pass, at most.
+        patience: passes without a better loss after which the run stops; None: never.
+    """
+
+    sources: tuple[dict[str, Any], ...]
+    every: Count = 50
+    packs: Count = 16
+    patience: Count | None = None
+
+
+class LoopSection(Section):
+    """Steps, and what happens when one goes wrong.
+
+    Attributes:
+        steps: of the optimiser; None: as many as data.epochs gives, counted before the run.
+        seed: of fresh adapters, heads and dropout.   deterministic: refuse operations that are not.
+        on_nan: `skip` leaves the weights where loss or gradient are not finite, at most `max_skips` times in a row.
+        spike: a loss above this many times the median of the last 50 counts as not finite; None: no such rule.
+        workers: processes that prepare data; 0: in the training process.
+        evaluation: None: no held-out data.
+        log_every: steps.
+        callbacks: `module:factory` of objects with any of the methods of `bestiary.training.loop.Callback`.
+        timeout_s: after which a rank gives up waiting for another.
+    """
+
+    steps: Count | None = None
+    seed: int = 0
+    deterministic: bool = False
+    on_nan: Literal["stop", "skip"] = "stop"
+    max_skips: Count = 10
+    spike: Annotated[float, Field(gt=1)] | None = None
+    workers: Annotated[int, Field(ge=0)] = 1
+    evaluation: EvaluationSection | None = None
+    log_every: Count = 1
+    callbacks: tuple[str, ...] = ()
+    timeout_s: Positive = 600.0
+
+
+class CheckpointSection(Section):
+    """Resume points in `out/checkpoints`.
+
+    Attributes:
+        every: steps; None: at the end only.   keep: the newest that stay.   keep_every: multiples that always stay.
+        background: write while the next steps run.
+        export: at the end, to `out/export`, in Hugging Face's layout.
+        resume: `auto` goes on from the newest one in `out`; `never` refuses a folder that has one.
+    """
+
+    every: Count | None = 100
+    keep: Count = 2
+    keep_every: Count | None = None
+    background: bool = True
+    export: bool = True
+    resume: Literal["auto", "never"] = "auto"
+
+
+class TrackingSection(Section):
+    """Trackers beside metrics.jsonl, and the name of the run in them."""
+
+    to: tuple[str, ...] = ()
+    project: str = "bestiary"
+    name: str | None = None
+
+
+class RunConfig(Section):
+    """Everything about a run; see the sections."""
+
+    recipe: RecipeName
+    model: ModelSection
+    data: DataConfig
+    out: Path
+    lora: LoRASection | None = None
+    loss: LossSection = Field(default_factory=LossSection)
+    optim: OptimSection = Field(default_factory=OptimSection)
+    precision: PrecisionSection = Field(default_factory=PrecisionSection)
+    parallel: ParallelSection = Field(default_factory=ParallelSection)
+    loop: LoopSection = Field(default_factory=LoopSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    tracking: TrackingSection = Field(default_factory=TrackingSection)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        if self.loop.steps is None and self.data.epochs is None:
+            raise ValueError("neither loop.steps nor data.epochs is given: the run would have no end")
+        if self.precision.parameters == "float16":
+            raise ValueError("precision.parameters = float16: updates vanish in it; bfloat16 or float32")
+        return self
+
+    @property
+    def lr(self) -> float:
+        """The learning rate at the top of the schedule."""
+        default = 1e-5 if self.lora is None else 2e-4
+        return default if self.optim.lr is None else self.optim.lr
+
+    def evaluation_data(self) -> DataConfig | None:
+        """The data of the held-out passes: the sources of loop.evaluation, once, packed as `data` is."""
+        given = self.loop.evaluation
+        if given is None:
+            return None
+        plain = self.data.model_dump(mode="json") | {"sources": list(given.sources), "epochs": 1, "streams": 1}
+        return validated(DataConfig, plain, place="loop.evaluation", read_from="the run's file", error=InvalidRun)
+
+    def yaml(self) -> str:
+        """The whole of it, defaults included, as a file that `load_run_config` reads."""
+        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return text
+
+
+def load_run_config(file: Path, overrides: Sequence[str] = (), *, recipe: RecipeName | None = None) -> RunConfig:
+    """A run's file with changes from the command line.
+
+    Args:
+        file: YAML or JSON; local paths of data in it count from its folder.
+        overrides: `section.key=value`, the value as YAML.
+        recipe: of the command; a file that names another one is refused.
+    Raises:
+        InvalidRun: names the first wrong key or value, an unknown key with the nearest known one.
+    """
+    whole = read_mapping(file, InvalidRun)
+    for text in overrides:
+        _override(whole, text)
+    if recipe is not None:
+        if whole.setdefault("recipe", recipe) != recipe:
+            raise InvalidRun(
+                f"recipe = {whole['recipe']!r} and the command is {recipe}.",
+                read_from=str(file),
+                remedy=f"bestiary {whole['recipe']} {file}, or leave the key out",
+            )
+    config = validated(RunConfig, whole, place="", read_from=str(file), error=InvalidRun)
+    return _placed(config, file.parent)
+
+
+def _placed(config: RunConfig, folder: Path) -> RunConfig:
+    """Local paths, made to count from the folder of the file. `out` counts from where the command runs."""
+    update: dict[str, Any] = {"data": placed_in(config.data, folder)}
+    if (folder / config.model.src).is_dir():
+        update["model"] = config.model.model_copy(update={"src": str(folder / config.model.src)})
+    others = {name: getattr(config.loss, name) for name in ("reference", "teacher")}
+    local = {name: str(folder / src) for name, src in others.items() if src is not None and (folder / src).is_dir()}
+    if local:
+        update["loss"] = config.loss.model_copy(update=local)
+    held_out = config.evaluation_data()
+    if held_out is not None and config.loop.evaluation is not None:
+        sources = placed_in(held_out, folder).model_dump(mode="json")["sources"]
+        evaluation = config.loop.evaluation.model_copy(update={"sources": tuple(sources)})
+        update["loop"] = config.loop.model_copy(update={"evaluation": evaluation})
+    return config.model_copy(update=update)
+
+
+def _override(whole: dict[str, Any], text: str) -> None:
+    """Write one `a.b=value` into the mapping of a file."""
+    path, equals, value = text.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise InvalidRun(f"{text!r} is no change of the run's file.", remedy="section.key=value, e.g. optim.lr=1e-5")
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise InvalidRun(f"{path} = {value!r} is no YAML value.", remedy="quote it") from error
+    if isinstance(parsed, str):
+        parsed = _number(parsed)
+    here: Any = whole
+    for depth, key in enumerate(keys[:-1]):
+        inner = here[int(key)] if isinstance(here, list) and key.isdigit() and int(key) < len(here) else None
+        if isinstance(here, Mapping):
+            inner = here.get(key)
+            if inner is None:
+                inner = here[key] = {}
+        if not isinstance(inner, dict | list):
+            known = ", ".join(fields_at(RunConfig, keys[:depth]))
+            raise InvalidRun(f"{'.'.join(keys[: depth + 1])} has no keys below it.", remedy=f"one of {known}")
+        here = inner
+    if isinstance(here, list):
+        if not keys[-1].isdigit() or int(keys[-1]) >= len(here):
+            raise InvalidRun(f"{path}: the list has {len(here)} elements.", remedy=f"an index below {len(here)}")
+        here[int(keys[-1])] = parsed
+    else:
+        here[keys[-1]] = parsed
+
+
+def _number(text: str) -> str | float:
+    """YAML reads 1e-5 as text, for want of a dot."""
+    try:
+        return float(text)
+    except ValueError:
+        return text

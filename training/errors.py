@@ -1,0 +1,27 @@
+"""What can be wrong with a training run: each error names the field or file and says how to go on."""
+
+from bestiary.kernels.errors import BestiaryError
+
+
+class InvalidRun(BestiaryError):
+    """A key or value of a run's file that is wrong, or two that contradict each other or the machine."""
+
+
+class CheckpointRefused(BestiaryError):
+    """A checkpoint that is damaged, half written, or of another model, tokenizer, data or recipe."""
+
+
+class SaveFailed(BestiaryError):
+    """A checkpoint that could not be written; the ones before it are untouched."""
+
+
+class Diverged(BestiaryError):
+    """Losses or gradients that are not finite, or spikes, where the policy is to stop."""
+
+
+class RankLost(BestiaryError):
+    """Another process of the run died or stopped answering."""
+
+
+class OutOfMemory(BestiaryError):
+    """The step did not fit; the message has the estimate and what lowers it."""
