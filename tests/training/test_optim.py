@@ -1,5 +1,7 @@
 """Optimisers and schedules."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -69,8 +71,8 @@ def test_a_schedule_rises_to_its_top_and_falls_to_its_end(name, steps, warmup, f
     rates = [schedule(section, 2.0, step, steps) for step in range(steps + 1)]
     risen = round(warmup * steps) if warmup < 1 else int(warmup)
     assert all(0 <= rate <= 2.0 for rate in rates)
-    assert all(a <= b for a, b in zip(rates[:risen], rates[1:risen], strict=False))
-    assert all(a >= b - 1e-12 for a, b in zip(rates[risen:], rates[risen + 1 :], strict=False))
+    assert all(a <= b for a, b in pairwise(rates[:risen]))
+    assert all(a >= b - 1e-12 for a, b in pairwise(rates[risen:]))
     if risen < steps:
         assert rates[risen] == pytest.approx(2.0)
         assert rates[steps] == pytest.approx(2.0 if name == "constant" else 2.0 * final)
