@@ -31,9 +31,7 @@ def test_every_trained_parameter_moves_and_no_other(name):
     model, before, _ = stepped(OptimSection(name=name), lora=LoRAConfig(r=2, alpha=4.0, targets=("*_proj",)))
     for key, parameter in model.named_parameters():
         moved = not torch.equal(parameter, before[key])
-        assert moved == (parameter.requires_grad and "lora_A" not in key), (
-            key
-        )  # B starts at zero: A has no gradient yet
+        assert moved == parameter.requires_grad, key
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
@@ -81,5 +79,5 @@ def test_a_schedule_rises_to_its_top_and_falls_to_its_end(name, steps, warmup, f
 def test_the_wsd_rate_stays_until_its_last_fifth():
     section = OptimSection(schedule="wsd", warmup=0, final=0.0)
     rates = [schedule(section, 1.0, step, 100) for step in range(101)]
-    assert rates[:81] == [1.0] * 81
+    assert rates[:81] == pytest.approx([1.0] * 81)
     assert rates[90] == pytest.approx(0.5)
