@@ -11,7 +11,7 @@ is a whole run: every other key has a default. The same keys stand on the comman
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -284,7 +284,7 @@ def _override(whole: dict[str, Any], text: str) -> None:
     here: Any = whole
     for depth, key in enumerate(keys[:-1]):
         inner = here[int(key)] if isinstance(here, list) and key.isdigit() and int(key) < len(here) else None
-        if isinstance(here, Mapping):
+        if isinstance(here, dict):
             inner = here.get(key)
             if inner is None:
                 inner = here[key] = {}

@@ -42,11 +42,45 @@ class Optimisers:
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
+    def tensors(self, named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+        """Every tensor that the optimisers hold, as `parameter.state`, made now where no step was yet.
+
+        Args:
+            named: the parameters by name.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for part in self.parts:
+            _prepared(part)
+            for name, parameter in named.items():
+                states = part.state.get(parameter, {})
+                found |= {f"{name}.{key}": value for key, value in states.items() if isinstance(value, torch.Tensor)}
+        return found
+
     def set_lr(self, lr: float) -> None:
         """The learning rate of the next step, in every group."""
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = lr
+
+
+def _prepared(part: torch.optim.Optimizer) -> None:
+    """Make the states of an optimiser that has not stepped, by a step of no length."""
+    parameters = [parameter for group in part.param_groups for parameter in group["params"]]
+    if part.state or any(parameter.grad is not None for parameter in parameters):
+        return
+    rates = [group["lr"] for group in part.param_groups]
+    before = [parameter.detach().clone() for parameter in parameters]
+    for group in part.param_groups:
+        group["lr"] = 0.0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    part.step()
+    part.zero_grad(set_to_none=True)
+    for group, rate in zip(part.param_groups, rates, strict=True):
+        group["lr"] = rate
+    with torch.no_grad():
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.copy_(value)  # a step of no length turns −0 into 0
 
 
 def decayed(name: str, parameter: torch.Tensor) -> bool:

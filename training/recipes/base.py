@@ -1,0 +1,48 @@
+"""What the loop asks of a recipe: batches, how much they count, and sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from bestiary.models import Decoder
+from bestiary.training.data.packing import Pack
+from bestiary.training.data.samples import Kind
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """What one micro-batch contributes: a sum, never a mean.
+
+    Attributes:
+        total: scalar with a graph, the sum over the units that `count` counts.
+        metrics: scalars without one, sums over the same units.
+    """
+
+    total: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Recipe(Protocol):
+    """A loss and the batches it reads; it touches no optimiser, no process, no log."""
+
+    name: str
+    unit: Literal["tokens", "sequences"]
+    kinds: frozenset[Kind]
+
+    def batch(self, pack: Pack) -> Batch:
+        """What the loader yields."""
+        ...
+
+    def count(self, batch: Batch) -> int:
+        """Units of a micro-batch, known before the forward pass."""
+        ...
+
+    def loss(self, model: Decoder, batch: Batch) -> LossSum:
+        """Forward pass and sum."""
+        ...
