@@ -138,6 +138,7 @@ class StepFlops:
 
     Attributes:
         products: in the order of the forward pass.
+        scores_documents: whether the head sees one position of each document: there are `labels`.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class StepFlops:
             trainable, checkpointed = _nothing, ()
         elif trainable is None:
             trainable = _everything if config.lora is None else _adapters
-        self.config = config
+        self.config, self.scores_documents = config, labels is not None
         self.products = tuple(_Walk(config, trainable).model(checkpointed, labels))
         self._sums: dict[tuple[Unit, int | None], Totals] = {}
         for product in self.products:

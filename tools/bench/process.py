@@ -7,16 +7,15 @@ import gc
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from bestiary.kernels.errors import BestiaryError
+from bestiary.training.memory import peak, reset_peak, resident
 
-_STATUS = Path("/proc/self/status")  # Linux
+__all__ = ["WorkerFailed", "peak", "reset_peak", "resident", "run_worker", "settle"]
 
 
 class WorkerFailed(BestiaryError):
@@ -62,27 +61,3 @@ def settle() -> None:
     gc.collect()
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def resident() -> int:
-    """Resident bytes now; off Linux the peak so far."""
-    return _status("VmRSS") if _STATUS.exists() else peak()
-
-
-def reset_peak() -> int:
-    """Starts a new peak; returns resident bytes now, or the peak so far where the kernel cannot reset it."""
-    if _STATUS.exists():
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return peak()
-
-
-def peak() -> int:
-    """Peak resident bytes of this process since `reset_peak`."""
-    if _STATUS.exists():
-        return _status("VmHWM")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
-
-
-def _status(field: str) -> int:
-    (line,) = (line for line in _STATUS.read_text(encoding="ascii").splitlines() if line.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024
