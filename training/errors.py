@@ -7,6 +7,10 @@ class InvalidRun(BestiaryError):
     """A key or value of a run's file that is wrong, or two that contradict each other or the machine."""
 
 
+class ParallelRefused(BestiaryError):
+    """A mesh, a plan or a model that cannot be spread over the processes; names the field and its value."""
+
+
 class CheckpointRefused(BestiaryError):
     """A checkpoint that is damaged, half written, or of another model, tokenizer, data or recipe."""
 

@@ -1,0 +1,53 @@
+"""A model over two processes has the loss and the gradients of one process, in float64."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from .parallel_rank import BOUND, CASES, Case, gradients, run, step, units
+
+pytestmark = pytest.mark.slow
+
+# The checkout at the end of the path: kernels/ must not shadow an installed package of that name.
+OTHER = "import sys; sys.path.append(sys.argv[1]); from tests.training.parallel_rank import main; main(sys.argv[2])"
+EXACT = {"rtol": 1e-9, "atol": 1e-11}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What rank 0, this process, has after each step; rank 1 is a process of its own."""
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    command = [sys.executable, "-c", OTHER, str(Path(__file__).parents[2]), str(store)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as other:
+        try:
+            results = run(0, store)
+        finally:
+            _, errors = other.communicate(timeout=120)
+    assert other.returncode == 0, errors
+    return results
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_processes_step_as_one(case: Case, found: dict[str, dict[str, Any]]) -> None:
+    """Loss, every gradient and the norm of all, before and after clipping."""
+    model, ours = case.model(), found[str(case)]
+    expected = step(model, slice(None), 1 / units())
+    torch.testing.assert_close(ours["loss"], expected["loss"], **EXACT)
+    same(ours["gradients"], gradients(model))
+    norm = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], BOUND)
+    assert norm > BOUND
+    torch.testing.assert_close(ours["norm"], norm, **EXACT)
+    same(ours["clipped"], gradients(model))
+
+
+def same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """All of them, by name."""
+    assert ours.keys() == expected.keys()
+    assert expected
+    for name, gradient in expected.items():
+        torch.testing.assert_close(ours[name], gradient, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
