@@ -151,6 +151,8 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
     """
 
     sizes: ClassVar[dict[str, DecoderConfig]] = {}
+    parallel_styles: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """(pattern over module names, style): where the family is spread otherwise than `training.parallel_plan` says."""
 
     def __init__(
         self, config: DecoderConfig, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None

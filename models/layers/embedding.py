@@ -29,13 +29,16 @@ class Embedding(nn.Embedding):
         """
         if input.device.type == "cpu" and not torch.compiler.is_compiling() and input.numel():
             self._check(input)
-        embedded = lookup(input, self.weight, self.padding_idx)
+        embedded = self._rows(input)
         if self.multiplier == 1.0:
             return embedded
         multiplier = self.multiplier
         if self.multiplier_in_weight_dtype:  # Gemma: √H rounds before it multiplies (bf16: 25.298 becomes 25.25)
             multiplier = float(torch.tensor(multiplier, dtype=self.weight.dtype, device="cpu"))
         return embedded * multiplier
+
+    def _rows(self, input: Tensor) -> Tensor:
+        return lookup(input, self.weight, self.padding_idx)
 
     def _check(self, input_ids: Tensor) -> None:
         low, high = (int(bound) for bound in torch.aminmax(input_ids))

@@ -29,7 +29,7 @@ def is_bare(module: nn.Module) -> bool:
     return not seen and "forward" not in module.__dict__ and module._compiled_call_impl is None
 
 
-class Linear(Adaptable, nn.Linear):
+class Linear(nn.Linear, Adaptable):
     """y = x Wᵀ + b (+ dropout(x) Aᵀ Bᵀ · scaling with LoRA; nothing of it exists without).
 
     Args:

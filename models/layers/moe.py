@@ -19,7 +19,7 @@ from bestiary.models.protocol import bridge_of
 PROJECTIONS = ("gate_up_proj", "down_proj")
 
 
-class Router(Adaptable, nn.Module):
+class Router(nn.Module, Adaptable):
     """Chooses experts and their weights. weight (E, H), bias (E,), e_score_correction_bias (E,) for sigmoid routers.
 
     LoRA: lora_A (r, H), lora_B (E, r), without dropout.
@@ -92,7 +92,7 @@ class Router(Adaptable, nn.Module):
         return logits, self._cast(weights * router.scale, x), indices
 
 
-class Experts(Adaptable, nn.Module):
+class Experts(nn.Module, Adaptable):
     """All experts as 3-D parameters: gate_up_proj (E, 2I, H), gate rows first; down_proj (E, H, I); `_bias` of both.
 
     LoRA: gate_up_proj_lora_A (E, r, H), gate_up_proj_lora_B (E, 2I, r), likewise down_proj; one adapter per expert.

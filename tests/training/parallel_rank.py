@@ -1,7 +1,8 @@
 """What one rank of `test_parallel` does: a step on its share of the batch, for each model on each mesh."""
 
 import gc
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,43 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from bestiary.models import Decoder, LoRAConfig
+from bestiary.models.config import MLA, QKNorm, QKNormSpan, Router, RouterKind, SharedExpert
+from bestiary.training.errors import ParallelRefused
 from bestiary.training.parallel import build_mesh, clip_grad_norm, data_parallel, parallelize
-from tests.models.tiny import tiny, tokens
+from tests.models.tiny import tiny, tiny_config, tokens
 
 WORLD, LENGTH, BOUND = 2, 13, 0.05
 IDS = tokens(WORLD, LENGTH)
 STARTS = ((0, 5, 6), (0, 9))  # of the documents packed into each row
+QWEN3, QWEN3_MOE = tiny_config("qwen3"), tiny_config("qwen3_moe")
+LATENT = MLA(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=12, v_head_dim=10, norm_eps=1e-6, q_lora_rank=14)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # what the four families do not have
+    "norm over all heads": ("qwen3", {"attention": replace(QWEN3.attention, qk_norm=QKNorm(span=QKNormSpan.FULL))}),
+    "latent": (
+        "qwen3",
+        {
+            "attention": replace(QWEN3.attention, num_kv_heads=4, head_dim=20, qk_norm=None, mla=LATENT),
+            "rope": replace(QWEN3.rope, rotary_dim=12),
+        },
+    ),
+    "shared expert, groups": (
+        "qwen3_moe",
+        {
+            "moe": replace(
+                QWEN3_MOE.moe,
+                router=Router(kind=RouterKind.SIGMOID, top_k=3, num_groups=4, topk_groups=2, normalize=True),
+                shared=SharedExpert(intermediate_size=24, gated=True),
+            )
+        },
+    ),
+}
 FAMILIES = ("qwen3", "gemma3", "qwen3_moe", "gpt_oss")
-MESHES: dict[str, dict[str, int]] = {"sharded": {"shard": 2}, "replicated": {"replicate": 2, "shard": 1}}
+MESHES: dict[str, dict[str, int]] = {
+    "sharded": {"shard": 2},
+    "replicated": {"replicate": 2, "shard": 1},
+    "tensor": {"tensor": 2},
+    "expert": {"expert": 2},
+}
 
 
 @dataclass(frozen=True)
@@ -32,9 +62,10 @@ class Case:
 
     def model(self) -> Decoder:
         """The same one on every rank."""
-        targets = ("*_proj", "mlp.gate") if "moe" in self.family else ("*_proj",)
+        family, changes = VARIANTS.get(self.family, (self.family, {}))
+        targets = ("*_proj*", "mlp.gate") if family == "qwen3_moe" else ("*_proj*",)
         lora = LoRAConfig(r=4, alpha=8, targets=targets) if self.lora else None
-        return tiny(self.family, lora=lora, tie_word_embeddings=self.tied, vocab_size=206)
+        return tiny(family, **changes, lora=lora, tie_word_embeddings=self.tied, vocab_size=206)
 
     def __str__(self) -> str:
         return f"{self.family}-{self.mesh}{'-lora' if self.lora else ''}{'-tied' if self.tied else ''}"
@@ -47,6 +78,8 @@ CASES = tuple(
     for lora, tied in ((False, True), (True, False), (False, False))
     if not (mesh == "expert" and family in ("qwen3", "gemma3"))
 )
+CASES += tuple(Case(family, "tensor", lora) for family in VARIANTS for lora in (False, True))
+CASES += tuple(Case("shared expert, groups", mesh) for mesh in ("sharded", "expert"))
 
 
 def positions() -> Tensor:
@@ -62,7 +95,16 @@ def step(model: Decoder, rows: slice, scale: float) -> dict[str, Any]:
     """Loss and log-probabilities of these rows of the batch, the gradients left in the model."""
     out = model(IDS[rows], position_ids=positions()[rows], labels=IDS[rows], num_items_in_batch=1)
     (out.loss * scale).backward()
-    return {"loss": out.loss.detach().clone(), "log_probs": out.log_probs.detach()}
+    return {"loss": out.loss.detach().clone()}
+
+
+def scored(model: Decoder, rows: slice) -> Tensor:
+    """(B, T, V + 1): logits and log-probabilities; what flows back from the latter is in the gradients."""
+    targets = IDS[rows].roll(-1, 1)
+    out = model(IDS[rows], position_ids=positions()[rows], shift_labels=targets, return_logits=True)
+    weights = torch.linspace(0.5, 1.5, targets.shape[1], dtype=out.log_probs.dtype)
+    ((out.log_probs * weights).sum() + out.logits[..., ::7].square().mean()).backward()
+    return torch.cat((out.logits.detach(), out.log_probs.detach()[..., None]), -1)
 
 
 def units() -> int:
@@ -92,14 +134,53 @@ def result(case: Case) -> dict[str, Any]:
     found["gradients"] = gradients(model)
     found["norm"] = clip_grad_norm(model, BOUND)
     found["clipped"] = gradients(model)
+    if case.mesh == "tensor":
+        model.zero_grad()
+        found["scored"] = scored(model, rows)
+        found["of_scored"] = gradients(model)
     return found
+
+
+def refusals() -> dict[str, str]:
+    """Messages of calls that cannot be served."""
+    tensor, plain = {"tensor": 2}, {"num_heads": 3, "num_kv_heads": 3}
+    odd = replace(QWEN3.attention, **plain)
+    calls: dict[str, Callable[[], Any]] = {
+        "a mesh of 4 on 2 processes": lambda: build_mesh(shard=4),
+        "a tensor size that is no divisor": lambda: build_mesh(tensor=3),
+        "3 heads": lambda: parallelize(tiny("qwen3", vocab_size=206, attention=odd), build_mesh(**tensor)),
+        "an odd vocabulary": lambda: parallelize(tiny("qwen3", vocab_size=203), build_mesh(**tensor)),
+        "an odd MLP": lambda: parallelize(tiny("qwen3", vocab_size=206, intermediate_size=77), build_mesh(**tensor)),
+        "9 experts": lambda: parallelize(
+            tiny("gpt_oss", moe=replace(tiny_config("gpt_oss").moe, num_experts=9)), build_mesh(expert=2)
+        ),
+        "experts of a dense model": lambda: parallelize(tiny("qwen3"), build_mesh(expert=2)),
+        "twice": lambda: parallelize(parallelize(tiny("qwen3"), build_mesh()), build_mesh()),
+        "not ours": lambda: parallelize(torch.nn.Linear(2, 2), build_mesh()),  # type: ignore[arg-type]
+        "a module without a style": lambda: parallelize(replaced(), build_mesh(**tensor)),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = "accepted"
+        except ParallelRefused as error:
+            found[name] = str(error)
+    return found
+
+
+def replaced() -> Decoder:
+    """A model one of whose modules is somebody else's."""
+    model = tiny("qwen3", vocab_size=206)
+    model.model.layers[1].extra = torch.nn.Linear(2, 2)
+    return model
 
 
 def run(rank: int, store: Path) -> dict[str, dict[str, Any]]:
     """Every case."""
     dist.init_process_group("gloo", store=dist.FileStore(str(store), WORLD), rank=rank, world_size=WORLD)
     try:
-        return {str(case): result(case) for case in CASES}
+        return {"refused": refusals(), **{str(case): result(case) for case in CASES}}
     finally:
         gc.collect()  # wrappers lie in cycles and hold threads of the group: they go before it does
         dist.destroy_process_group()

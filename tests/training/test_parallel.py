@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .parallel_rank import BOUND, CASES, Case, gradients, run, step, units
+from .parallel_rank import BOUND, CASES, Case, gradients, run, scored, step, units
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +43,32 @@ def test_two_processes_step_as_one(case: Case, found: dict[str, dict[str, Any]])
     assert norm > BOUND
     torch.testing.assert_close(ours["norm"], norm, **EXACT)
     same(ours["clipped"], gradients(model))
+    if case.mesh == "tensor":  # logits, and gradients through each token's log-probability
+        model.zero_grad()
+        torch.testing.assert_close(ours["scored"], scored(model, slice(None)), **EXACT)
+        same(ours["of_scored"], gradients(model))
+
+
+REFUSED = {
+    "a mesh of 4 on 2 processes": "shard = 4 does not fill 2 process(es)",
+    "a tensor size that is no divisor": "tensor = 3",
+    "3 heads": "attention.num_heads = 3 cannot be given out evenly to parallel.tensor = 2",
+    "an odd vocabulary": "vocab_size = 203",
+    "an odd MLP": "model.layers.0.mlp.gate_proj.weight has a dimension of 77",
+    "9 experts": "moe.num_experts = 9",
+    "experts of a dense model": "parallel.expert = 2 for a model without experts",
+    "twice": "that is spread already",
+    "not ours": "parallelize() of a Linear",
+    "a module without a style": "no style is known for model.layers.1.extra",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_spread_is_refused(what: str, found: dict[str, dict[str, Any]]) -> None:
+    """The field, its value and what to do."""
+    message = found["refused"][what]
+    assert REFUSED[what] in message
+    assert "remedy" in message
 
 
 def same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
