@@ -17,6 +17,7 @@ from bestiary.models.llama import Llama
 from bestiary.models.ministral import Ministral
 from bestiary.models.mistral import Mistral
 from bestiary.models.mixtral import Mixtral
+from bestiary.models.olmo2 import Olmo2
 from bestiary.models.olmoe import Olmoe
 from bestiary.models.output import DecoderOutput
 from bestiary.models.qwen2 import Qwen2
@@ -47,6 +48,7 @@ __all__ = [
     "Ministral",
     "Mistral",
     "Mixtral",
+    "Olmo2",
     "Olmoe",
     "Qwen2",
     "Qwen2MoE",

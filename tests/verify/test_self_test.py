@@ -109,8 +109,6 @@ AHEAD = {
     "L19_rope_on_queries_alone",
     "L21_latent_norm_skipped",
     "L40_mscale_missing_in_the_scale",
-    "P18a_branch_norms_swapped",
-    "P18b_branch_norm_outside_the_residual",
     "P29_score_soft_cap_ignored",
 }
 
