@@ -63,6 +63,13 @@ class Activation(StrEnum):
     RELU2 = "relu2"  # the square of relu
 
 
+class HeadKind(StrEnum):
+    """What stands on the final norm."""
+
+    LM = "lm"  # logits over the vocabulary
+    SCORE = "score"  # a reward model: `num_labels` scores a document, transformers' …ForSequenceClassification
+
+
 class RouterKind(StrEnum):
     """How an expert router turns logits into weights."""
 
@@ -384,6 +391,8 @@ class DecoderConfig:
     initializer_range: float = 0.02
     router_aux_loss_coef: float = 0.0
     output_router_logits: bool = False
+    head: HeadKind = HeadKind.LM
+    num_labels: int = 1  # scores a document; of a score head alone
     lora: LoRAConfig | None = None
     padding_idx: int | None = field(default=None, compare=False)  # token whose lookup gets no gradient
     activation_checkpointing: bool = field(default=False, compare=False)
@@ -411,6 +420,11 @@ class DecoderConfig:
                 f"router.top_k = {self.moe.router.top_k} of num_experts = {self.moe.num_experts}.",
                 remedy="choose between one and all experts for a token",
             )
+        if self.num_labels < 1 or (self.num_labels > 1 and self.head is not HeadKind.SCORE):
+            raise InvalidConfig(
+                f"num_labels = {self.num_labels} with head = {self.head}.",
+                remedy="at least one label, and more than one with a score head alone",
+            )
         if self.moe is not None and not self.mlp_gated:
             raise InvalidConfig("mlp_gated = False with moe.", remedy="experts have a gate")
         if not 0 <= self.residual_dropout < 1:
@@ -435,6 +449,11 @@ class DecoderConfig:
     def padded_vocab_size(self) -> int:
         """Columns the head computes in: the next multiple of 64."""
         return -(-self.vocab_size // 64) * 64
+
+    @property
+    def ties_head(self) -> bool:
+        """Whether there is a head that is the embedding; a score head never is."""
+        return self.tie_word_embeddings and self.head is HeadKind.LM
 
     def is_moe_layer(self, index: int) -> bool:
         """Whether layer `index` routes to experts."""

@@ -20,7 +20,7 @@ from bestiary.kernels.attention import MaskSpec
 from bestiary.kernels.balance import load_balancing_loss
 from bestiary.kernels.log_prob import LogProb
 from bestiary.models.cache import Cache
-from bestiary.models.config import DecoderConfig, LayerType, NormPlacement
+from bestiary.models.config import DecoderConfig, HeadKind, LayerType, NormPlacement
 from bestiary.models.errors import InvalidConfig, InvalidInput
 from bestiary.models.generation import GenerationMixin
 from bestiary.models.inputs import Inputs, read_inputs, shifted
@@ -32,6 +32,7 @@ from bestiary.models.layers.mlp import MLP
 from bestiary.models.layers.moe import MoEBlock
 from bestiary.models.layers.norm import RMSNorm
 from bestiary.models.layers.rotary import RotaryTable
+from bestiary.models.layers.score import ScoreHead, last_tokens
 from bestiary.models.lora import ADAPTER_LEAVES, Adaptable, check_targets, reset_adapter, sites
 from bestiary.models.output import DecoderOutput
 from bestiary.models.protocol import TrainerProtocol
@@ -147,7 +148,7 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         config: the whole architecture, LoRA included.
         dtype, device: of the parameters; under `torch.device("meta")` nothing is allocated.
 
-    With LoRA in the config the base is frozen and only adapters train.
+    With LoRA in the config the base is frozen and only adapters train, and a score head.
     """
 
     sizes: ClassVar[dict[str, DecoderConfig]] = {}
@@ -164,7 +165,10 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         try:
             with torch.device(torch.get_default_device() if device is None else device), _no_reset():
                 self.model = Backbone(config)
-                self.lm_head = Head(config)
+                if config.head is HeadKind.LM:
+                    self.lm_head = Head(config)
+                else:
+                    self.score = ScoreHead(config)
         finally:
             torch.set_default_dtype(default)
         self.tie_weights()
@@ -200,7 +204,7 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         cache: Cache | None = None,
         **ignored: Any,
     ) -> DecoderOutput:
-        """Logits of a batch, or with labels its loss and log-probabilities.
+        """Logits of a batch, or with labels its loss and log-probabilities; with a score head, its scores.
 
         Args:
             input_ids: (B, T) int64, or `inputs_embeds` (B, T, H), what the embedding module gives: scaled already, but
@@ -220,10 +224,15 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
             `DecoderOutput`; log_probs[b, t] = log p(target at t), 0 where ignored; loss = −Σ / num_items, plus the
             router's load-balancing loss where `output_router_logits` asks for it. With `labels` or `num_items_in_batch`
             gradients flow through the loss alone, a quarter cheaper; with `shift_labels` alone through log_probs too.
+            With a score head: scores (documents, num_labels) of the last token of each row, under an `attention_mask`
+            of its last one that is no padding, of each document where they are packed (padding counts as one where
+            `cu_seq_lens_q` counts it); `last_tokens` in layers/score.py says where transformers differs.
         Raises:
             InvalidInput, TokenOutOfRange, LabelOutOfRange.
         """
         self._refuse_unknown(ignored)
+        if self.decoder_config.head is HeadKind.SCORE:
+            self._refuse_targets(labels=labels, shift_labels=shift_labels, logits_to_keep=logits_to_keep)
         past = past_key_values if past_key_values is not None else cache
         if past is None and use_cache:
             past = Cache(self.decoder_config)
@@ -234,6 +243,9 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
 
         targets = shift_labels if shift_labels is not None else shifted(labels, inputs.documents)
         output: dict[str, Any] = {"past_key_values": past}
+        if self.decoder_config.head is HeadKind.SCORE:
+            output["scores"] = self.score(hidden, last_tokens(inputs, hidden.shape[0], cu_seq_lens_q))
+            output["logits"], return_logits = output["scores"], False
         if targets is not None:
             alone = shift_labels is not None and num_items_in_batch is None
             loss, core = self._scored(hidden, targets, temperature, num_items_in_batch, per_token=alone)
@@ -281,7 +293,7 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         """Make head and embedding one Parameter where the config ties them (arguments of trainers are ignored)."""
-        if self.decoder_config.tie_word_embeddings and isinstance(self.lm_head, Head):  # not a head put in its place
+        if self.decoder_config.ties_head and isinstance(self.lm_head, Head):  # not a head put in its place
             self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
 
     def init_weights(self, seed: int = 0, *, only: Container[str] | None = None) -> None:
@@ -313,7 +325,8 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         if lora is None:
             return
         check_targets(lora, (site.name for site in sites(self)))
-        base = {name: p for name, p in self.named_parameters() if not name.endswith(ADAPTER_LEAVES)}
+        trained = (*ADAPTER_LEAVES, "score.weight")  # a score head is as new as the adapters
+        base = {name: p for name, p in self.named_parameters() if not name.endswith(trained)}
         self._frozen = frozenset(name for name, parameter in base.items() if parameter.requires_grad)
         for parameter in base.values():
             parameter.requires_grad_(False)
@@ -358,6 +371,14 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         super()._apply(fn, recurse)
         self.tie_weights()  # to_empty and device moves build one Parameter a module
         return self
+
+    def _refuse_targets(self, **given: Any) -> None:
+        for name, value in given.items():
+            if isinstance(value, Tensor) or value:
+                raise InvalidInput(
+                    f"forward({name}=…) on a model with a score head, which scores documents and no tokens.",
+                    remedy="drop it, and take a loss of the scores: output.scores, (documents, num_labels)",
+                )
 
     def _refuse_unknown(self, ignored: Mapping[str, Any]) -> None:
         for name in ("output_attentions", "output_hidden_states"):

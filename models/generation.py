@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bestiary.kernels.precision import at_least_fp32
 from bestiary.models.cache import Cache
-from bestiary.models.config import DynamicScaling, LongRopeScaling
+from bestiary.models.config import DynamicScaling, HeadKind, LongRopeScaling
 from bestiary.models.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -132,10 +132,15 @@ class GenerationMixin:
             (B, T + new) int64; with `return_log_probs` also (B, new): log-probability of each token under
             softmax(logits / temperature), before filters, 0 after the end of a row. Greedy has no temperature.
         Raises:
-            InvalidInput: right padding, an empty row, or a length beyond the context without `allow_long`.
+            InvalidInput: a score head, right padding, an empty row, a length beyond the context without `allow_long`.
         """
         given = {"do_sample": do_sample, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         model = cast("Decoder", self)
+        if model.decoder_config.head is not HeadKind.LM:
+            raise InvalidInput(
+                "generate() on a model with a score head, which gives no next token.",
+                remedy='load the language model: from_pretrained(src) of its checkpoint, head="lm"',
+            )
         settings = _read_settings(generation_config)
         sampling = _sampling(given, settings)
         max_new_tokens = _new_tokens(max_new_tokens, settings, input_ids)

@@ -119,17 +119,17 @@ def _key_valid(attention_mask: Tensor | None, batch: int, keys: int) -> Tensor |
         )
     valid = attention_mask != 0
     # Nothing is padded: the plain causal path. Only on the CPU, where looking costs no synchronisation.
-    return None if _may_look(valid) and bool(valid.all()) else valid
+    return None if may_look(valid) and bool(valid.all()) else valid
 
 
-def _may_look(tensor: Tensor) -> bool:
+def may_look(tensor: Tensor) -> bool:
     """Whether Python may read data: it stops an accelerator, and breaks a graph that is being traced."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _documents_by_restart(position_ids: Tensor, batch: int) -> Tensor | None:
     starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if _may_look(starts) and not bool(starts.any()):
+    if may_look(starts) and not bool(starts.any()):
         return None
     documents = torch.nn.functional.pad(starts.cumsum(-1), (1, 0))
     return documents.expand(batch, -1)
@@ -144,7 +144,7 @@ def _documents_of(
             f"{'no' if cache is None else 'a'} cache and {'no' if attention_mask is None else 'an'} attention_mask.",
             remedy="one packed row, no cache, no attention_mask",
         )
-    borders = cu_seq_lens.tolist() if _may_look(cu_seq_lens) else None
+    borders = cu_seq_lens.tolist() if may_look(cu_seq_lens) else None
     if borders is not None and (borders[0] != 0 or borders[-1] != length or borders != sorted(borders)):
         raise InvalidInput(
             f"cu_seq_lens_q = {borders} for {length} tokens.", remedy="rising borders from 0 to the row's length"

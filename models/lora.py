@@ -17,6 +17,7 @@ ADAPTER_LEAVES = ("lora_A", "lora_B")  # endings of the parameters that are adap
 
 _REFUSED = {
     "lm_head": "it runs inside the log-prob core, and where it is tied an adapter would part it from the embedding",
+    "score": "it is trained whole, beside the adapters",
     "embed_tokens": "it is a lookup, and where it is tied an adapter would part it from the head",
 }
 

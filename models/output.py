@@ -8,19 +8,21 @@ from torch import Tensor
 
 from bestiary.models.cache import Cache
 
-FIELDS = ("loss", "logits", "log_probs", "aux_loss", "router_logits", "past_key_values", "hidden_states")
+FIELDS = ("loss", "logits", "log_probs", "scores", "aux_loss", "router_logits", "past_key_values", "hidden_states")
 
 
 class DecoderOutput(dict[str, Any]):
     """A dict with attributes; None fields are absent. `output[0]` is the first field present, as trainers expect.
 
     loss: ().   logits: (B, T, V).   log_probs: (B, T), log p(target at t), 0 where ignored.   aux_loss: ().
+    scores: (documents, num_labels) of a score head, and `logits` is the same tensor, as transformers calls it.
     router_logits: one (B·T, E) a routed layer.   past_key_values: `Cache`.   hidden_states: (B, T, H), after the norm.
     """
 
     loss: Tensor | None
     logits: Tensor | None
     log_probs: Tensor | None
+    scores: Tensor | None
     aux_loss: Tensor | None
     router_logits: tuple[Tensor, ...] | None
     past_key_values: Cache | None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from bestiary.models.config import DecoderConfig, LoRAConfig
+from bestiary.models.config import DecoderConfig, HeadKind, LoRAConfig
 from bestiary.models.errors import InvalidConfig, MissingBridge
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class TrainerProtocol:
 
     decoder_config: DecoderConfig
     model: "Backbone"
-    lm_head: nn.Module
+    lm_head: nn.Module  # absent with a score head, as `score` is without
 
     base_model_prefix: ClassVar[str] = "model"
     main_input_name: ClassVar[str] = "input_ids"
@@ -155,13 +155,13 @@ class TrainerProtocol:
         """The token embedding."""
         return self.model.embed_tokens
 
-    def get_output_embeddings(self) -> nn.Module:
-        """The head."""
-        return self.lm_head
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The language-model head; None where a score head stands in its place."""
+        return self.lm_head if self.decoder_config.head is HeadKind.LM else None
 
     @property
     def _tied_weights_keys(self) -> dict[str, str]:
-        return {"lm_head.weight": "model.embed_tokens.weight"} if self.decoder_config.tie_word_embeddings else {}
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.decoder_config.ties_head else {}
 
     @property
     def dtype(self) -> torch.dtype:

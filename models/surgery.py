@@ -56,8 +56,8 @@ def resize_token_embeddings(model: Decoder, size: int, *, seed: int = 0) -> nn.M
     if size < 1:
         raise InvalidInput(f"new vocabulary size {size}.", remedy="at least 1")
     config = model.decoder_config.with_(vocab_size=size)
-    embedding, head = model.model.embed_tokens, model.lm_head
-    if not isinstance(embedding, Embedding) or not isinstance(head, Head):
+    embedding, head = model.model.embed_tokens, model.get_output_embeddings()
+    if not isinstance(embedding, Embedding) or not isinstance(head, Head | None):
         raise InvalidInput(
             f"embed_tokens is a {type(embedding).__name__} and lm_head a {type(head).__name__}: one was replaced.",
             remedy="resize first and replace then",
@@ -66,9 +66,10 @@ def resize_token_embeddings(model: Decoder, size: int, *, seed: int = 0) -> nn.M
     embedding.num_embeddings = size
     if embedding.padding_idx is not None and embedding.padding_idx >= size:
         embedding.padding_idx = None
-    if not config.tie_word_embeddings:
-        head.weight = _resized("lm_head", head.weight, size, config.initializer_range, seed)
-    head.out_features = size
+    if head is not None:
+        if not config.tie_word_embeddings:
+            head.weight = _resized("lm_head", head.weight, size, config.initializer_range, seed)
+        head.out_features = size
     model.decoder_config = model.model.decoder_config = config
     model.tie_weights()
     if model._config is not None:
