@@ -42,7 +42,8 @@ class TrainerProtocol:
 
     decoder_config: DecoderConfig
     model: "Backbone"
-    lm_head: nn.Module  # absent with a score head, as `score` is without
+    lm_head: nn.Module  # absent with a score head, as `score` is without one
+    score: nn.Module
 
     base_model_prefix: ClassVar[str] = "model"
     main_input_name: ClassVar[str] = "input_ids"
@@ -158,6 +159,11 @@ class TrainerProtocol:
     def get_output_embeddings(self) -> nn.Module | None:
         """The language-model head; None where a score head stands in its place."""
         return self.lm_head if self.decoder_config.head is HeadKind.LM else None
+
+    @property
+    def head(self) -> nn.Module:
+        """What stands on the final norm: `lm_head`, or `score`."""
+        return self.lm_head if self.decoder_config.head is HeadKind.LM else self.score
 
     @property
     def _tied_weights_keys(self) -> dict[str, str]:

@@ -85,7 +85,7 @@ def _prepared(part: torch.optim.Optimizer) -> None:
 
 def decayed(name: str, parameter: torch.Tensor) -> bool:
     """Whether weight decay means this parameter: a matrix that is neither embedding nor head."""
-    return parameter.ndim >= 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight"))
+    return parameter.ndim >= 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight", "score.weight"))
 
 
 def _built(named: Mapping[str, nn.Parameter], section: OptimSection, lr: float) -> list[torch.optim.Optimizer]:

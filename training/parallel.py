@@ -149,7 +149,7 @@ def _shard(model: Decoder, mesh: DeviceMesh, precision: Precision, reshard: bool
             experts = block.mlp.experts
             fully_shard(experts, mesh=apart, **options, shard_placement_fn=place_of, reshard_after_forward=reshard)
         fully_shard(block, mesh=everywhere, **options, shard_placement_fn=place_of, reshard_after_forward=reshard)
-    last = [model.model.norm, model.model.embed_tokens, model.lm_head]
+    last = [model.model.norm, model.model.embed_tokens, model.head]
     fully_shard(last, mesh=everywhere, **options, reshard_after_forward=False)
     fully_shard(model, mesh=everywhere, **options, reshard_after_forward=reshard)
 

@@ -72,8 +72,8 @@ def plan_of(model: Decoder) -> ParallelPlan:
                 remedy=f"one of {', '.join(Style)}",
             )
         entries.append((pattern, Style(style)))
-    if not isinstance(model.lm_head, Head):  # one that scores documents
-        entries.append(("lm_head", Style.WHOLE))
+    if not isinstance(model.head, Head):  # one that scores documents, or was put in its place
+        entries += [("score", Style.WHOLE), ("lm_head", Style.WHOLE)]
     return default_plan(model.decoder_config).first(*entries)
 
 
