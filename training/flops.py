@@ -22,6 +22,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from bestiary.models import Decoder
 from bestiary.models.config import DecoderConfig, MoE, NormPlacement
 from bestiary.models.lora import ADAPTER_LEAVES, adapter
 
@@ -164,6 +165,13 @@ class StepFlops:
             model = product.forward + product.d_input + product.d_weight
             before = self._sums.get(key, Totals(0, 0))
             self._sums[key] = Totals(before.model + model, before.hardware + model + product.recompute)
+
+    @classmethod
+    def of(cls, model: Decoder) -> StepFlops:
+        """Of a model as it stands: what of it trains, and whether it is under activation checkpointing."""
+        trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        blocks = model.decoder_config.num_hidden_layers if model.is_gradient_checkpointing else 0
+        return cls(model.decoder_config, trainable=trains.__contains__, checkpointed=range(blocks))
 
     def report(self, lengths: Sequence[int], targets: int) -> FlopReport:
         """FLOPs by product.

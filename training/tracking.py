@@ -49,12 +49,14 @@ class RunInfo:
         name, project: of it.
         config: plain JSON values.
         step: that it goes on from; 0: it is new.
+        steps: of the whole run; 0: unknown.
     """
 
     name: str
     project: str = "bestiary"
     config: Mapping[str, Any] = field(default_factory=dict)
     step: int = 0
+    steps: int = 0
 
 
 class Tracker(Protocol):

@@ -121,8 +121,7 @@ def expected(
 
 
 def check(model: Decoder, *, hardware: bool = False) -> None:
-    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    flops = StepFlops(model.decoder_config, trainable=names.__contains__)
+    flops = StepFlops.of(model)
     report = flops.report(DOCUMENTS, TOKENS)
     assert counted(model, DOCUMENTS) == expected(report, flops, DOCUMENTS, hardware=hardware)
     totals = flops.totals(DOCUMENTS, TOKENS)
