@@ -18,6 +18,7 @@ from bestiary.models.ministral import Ministral
 from bestiary.models.mistral import Mistral
 from bestiary.models.mixtral import Mixtral
 from bestiary.models.olmo2 import Olmo2
+from bestiary.models.olmo3 import Olmo3
 from bestiary.models.olmoe import Olmoe
 from bestiary.models.output import DecoderOutput
 from bestiary.models.qwen2 import Qwen2
@@ -49,6 +50,7 @@ __all__ = [
     "Mistral",
     "Mixtral",
     "Olmo2",
+    "Olmo3",
     "Olmoe",
     "Qwen2",
     "Qwen2MoE",

@@ -111,6 +111,17 @@ def test_gemma_rope_belongs_to_layer_types() -> None:
     assert (config.rope.theta, config.sliding_rope.theta, config.sliding_rope.scaling) == (2e6, 3e4, None)
 
 
+def test_the_legacy_base_of_olmo3_is_that_of_full_layers_alone() -> None:
+    """transformers gives sliding layers its own, and the scaling to none of them."""
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    json = {"model_type": "olmo3", "rope_theta": 2e6, "rope_scaling": scaling}
+    read, stated = parse(json), transformers.AutoConfig.for_model(**copy.deepcopy(json)).rope_parameters
+    assert read == parse({"model_type": "olmo3", "rope_parameters": stated})
+    assert read.sliding_rope is not None
+    assert (read.rope.theta, read.rope.scaling) == (2e6, LinearScaling(factor=8.0))
+    assert (read.sliding_rope.theta, read.sliding_rope.scaling) == (5e5, None)
+
+
 def test_gemma_layers_by_pattern_and_by_list() -> None:
     by_pattern = parse(tiny("gemma3_text", layer_types=None, sliding_window_pattern=2))
     full, sliding = LayerType.FULL, LayerType.SLIDING

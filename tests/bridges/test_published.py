@@ -46,6 +46,7 @@ PARAMETERS = {
     "HuggingFaceTB__SmolLM3-3B": 3_075_098_624,
     "mistralai__Mistral-7B-Instruct-v0.3": 7_248_023_552,
     "Qwen__Qwen2.5-0.5B": 494_032_768,
+    "allenai__Olmo-3.1-32B-Instruct": 32_233_522_176,
 }
 # Figures that files of one family spell in their own way and no model of that family computes with.
 NOT_COMPUTED = {
