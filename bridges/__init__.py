@@ -8,6 +8,7 @@ from bestiary.bridges.peft import save_adapter
 from bestiary.bridges.peft_import import AdapterFile, read_adapter
 from bestiary.bridges.plan import Naming, Plan, plan_export, plan_import
 from bestiary.bridges.registry import AUTO, get_bridge, load_decoder, registered_bridges
+from bestiary.bridges.score import FreshHeadWarning
 from bestiary.bridges.storage import MemorySource, SafetensorsSource, TensorInfo
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "AdapterFile",
     "Bridge",
     "CheckpointConfig",
+    "FreshHeadWarning",
     "HFFields",
     "MemorySource",
     "Naming",

@@ -15,9 +15,10 @@ from bestiary.bridges import export, loading, peft_import
 from bestiary.bridges.fields import HFFields
 from bestiary.bridges.pieces import Shape
 from bestiary.bridges.plan import PLAIN, Naming, Plan, plan_export, plan_import
-from bestiary.bridges.rules import Hub, Ignore, IgnoreLayers, Rows, Rule, RuleSet
+from bestiary.bridges.rules import Hub, Ignore, IgnoreLayers, Rows, Rule, RuleSet, rename
+from bestiary.bridges.score import SCORE_WEIGHT, read_head, score_class
 from bestiary.bridges.storage import TensorInfo
-from bestiary.models.config import DecoderConfig
+from bestiary.models.config import DecoderConfig, HeadKind
 from bestiary.models.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -81,24 +82,33 @@ class Bridge:
     namings: tuple[Naming, ...] = (PLAIN,)
 
     def __post_init__(self) -> None:
-        if not self.rule_set.by_native:
+        if not self.rules or not self.rule_set.by_native:
             raise ValueError("a bridge without rules")
 
     @cached_property
     def rule_set(self) -> RuleSet:
-        """The rules, expanded and checked."""
-        return RuleSet(self.rules)
+        """The rules, expanded and checked, and the one of a score head, which all families share."""
+        return RuleSet((*self.rules, rename(SCORE_WEIGHT)))
 
     @property
     def architecture(self) -> str:
         """Name of the reference class: what `architectures` holds."""
         return self.reference.rpartition(":")[2]
 
+    def reference_for(self, head: HeadKind) -> str:
+        """The class we equal under a head, as `reference` names the one with the language-model head.
+
+        Raises:
+            UnsupportedLoad: transformers has no class of this family for scores.
+        """
+        return self.reference if head is HeadKind.LM else f"transformers:{score_class(self)}"
+
     def parse(self, json: Mapping[str, Any], *, source: str = "config.json") -> CheckpointConfig:
         """Read a `config.json`.
 
         Raises:
             UnsupportedConfig: names the field, its value and the remedy.
+            UnsupportedLoad: a reward model of a family that has none in transformers.
         """
         hf = HFFields(json, source=source, reference=f"transformers' {self.architecture}")
         try:
@@ -109,6 +119,7 @@ class Bridge:
             raise hf.unsupported(
                 _HF_NAMES.get(native, native), f"builds no model: {error.what}", remedy=remedy
             ) from error
+        decoder = read_head(self, decoder, hf)
         pad, vocab = decoder.padding_idx, decoder.vocab_size
         if pad is not None and not -vocab <= pad < vocab:
             raise hf.unsupported(
@@ -131,18 +142,21 @@ class Bridge:
         quantization: str | None = None,
         read_from: str | None = None,
         parameters: Mapping[str, Shape] | None = None,
+        new_head: bool = False,
     ) -> Plan:
         """Which tensor of `hub` goes where; see `bestiary.bridges.plan.plan_import`.
 
         Args:
             parameters: name and shape of each parameter, where the model is there already; None: those of `config`.
+            new_head: the checkpoint is a language model's, the model scores.
         """
         return plan_import(
             self.rule_set,
             self.parameters(config) if parameters is None else parameters,
             hub,
             namings=self.namings,
-            tied=config.tie_word_embeddings,
+            tied=config.ties_head,
+            new_head=new_head,
             quantization=quantization,
             read_from=read_from,
         )

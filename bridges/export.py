@@ -25,9 +25,10 @@ from bestiary.bridges.hub import CONFIG, GENERATION
 from bestiary.bridges.loading import read_config
 from bestiary.bridges.peft import save_adapter
 from bestiary.bridges.plan import Plan, Transfer
+from bestiary.bridges.score import head_to_hf, without_labels
 from bestiary.bridges.storage import INDEX, SafetensorsSource, read_rows
 from bestiary.bridges.writing import Entry, staged, write_checkpoint, write_file, write_index, write_json
-from bestiary.models.config import DecoderConfig
+from bestiary.models.config import DecoderConfig, HeadKind
 from bestiary.models.lora import sites
 
 if TYPE_CHECKING:
@@ -105,7 +106,9 @@ def _save_adapter(bridge: Bridge, model: Decoder, target: Path, *, overwrite: bo
     _config_to_write(bridge, model)  # refuses a live config that describes another model
     changed: list[str] = []
     if model.hf_config_json is not None:
-        changed = _differences(bridge.parse(model.hf_config_json).decoder, model.decoder_config)
+        ours = model.decoder_config  # the head goes into the folder
+        base = bridge.parse(model.hf_config_json).decoder.with_(head=ours.head, num_labels=ours.num_labels)
+        changed = _differences(base, ours)
     if into is not None or changed:
         what = f"into = {into!r}" if into is not None else f"a model whose {changed[0]} is not its checkpoint's"
         raise UnsupportedAdapter(
@@ -214,10 +217,11 @@ def hf_generation_config(model: Decoder) -> Any:
 
 
 def _complete(bridge: Bridge, model: Decoder, kept: Mapping[str, Any]) -> dict[str, Any]:
+    config = model.decoder_config
     return {
-        **kept,
-        **bridge.config_to_hf(model.decoder_config),
-        "architectures": [bridge.architecture],
+        **(kept if config.head is HeadKind.LM else without_labels(kept)),
+        **bridge.config_to_hf(config),
+        **head_to_hf(bridge, config, kept),
         "dtype": str(model.dtype).removeprefix("torch."),
         "transformers_version": version("transformers"),
     }
@@ -253,7 +257,8 @@ def _explicit(config: DecoderConfig) -> DecoderConfig:
 
 def _live_json(bridge: Bridge, model: Decoder, live: Any) -> dict[str, Any]:
     _check_switches(bridge, model, live.to_dict() | {"model_type": live.model_type})  # to_dict gives the class's type
-    parsed = bridge.parse(live.to_diff_dict(), source="model.config")
+    named_so = head_to_hf(bridge, model.decoder_config, {})["architectures"]  # trainers write our class's name there
+    parsed = bridge.parse(live.to_diff_dict() | {"architectures": named_so}, source="model.config")
     changed = _differences(parsed.decoder, model.decoder_config)
     if changed:
         raise ConfigChanged(

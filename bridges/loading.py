@@ -23,11 +23,12 @@ from bestiary.bridges.errors import (
 from bestiary.bridges.fields import FLOAT_TYPES
 from bestiary.bridges.hub import CONFIG, GENERATION, resolve
 from bestiary.bridges.mxfp4 import dequantize
-from bestiary.bridges.peft_import import read_adapter
+from bestiary.bridges.peft_import import read_adapter, scored_by
 from bestiary.bridges.pieces import HubTensor, Piece
 from bestiary.bridges.plan import Plan, Transfer
+from bestiary.bridges.score import warn_fresh, with_head
 from bestiary.bridges.storage import SafetensorsSource, TensorSource, read_json, read_rows
-from bestiary.models.config import LoRAConfig
+from bestiary.models.config import HeadKind, LoRAConfig
 
 if TYPE_CHECKING:
     from bestiary.bridges.bridge import Bridge
@@ -62,6 +63,7 @@ def load_checkpoint(
     revision: str | None = None,
     cls: type[Any] | None = None,
     name: str | None = None,
+    head: str | None = None,
 ) -> Decoder:
     """The model of a checkpoint.
 
@@ -72,6 +74,8 @@ def load_checkpoint(
         lora: adapters to build in, the base frozen: fresh ones (B zero), or those of a PEFT folder or hub id.
         cls: the family class that was asked for.
         name: what to remember as `name_or_path`; None: `src`.
+        head: "score": a reward model; of a causal checkpoint its backbone under a fresh head of one label, drawn by
+            torch's seed, with a warning. "lm": a language model. None: what the checkpoint is.
     Raises:
         bestiary.bridges.errors: see each; nothing is returned half-loaded.
     """
@@ -87,11 +91,17 @@ def load_checkpoint(
     folder = resolve(src, revision=revision)
     json = read_config(folder)
     parsed = bridge.parse(json, source=str(folder / CONFIG))
-    adapter = None if lora is None or isinstance(lora, LoRAConfig) else read_adapter(bridge, parsed.decoder, lora)
-    config = parsed.decoder.with_(lora=lora if adapter is None else adapter.lora)
+    remembered = str(src) if name is None else name
+    headed, new_head = with_head(bridge, parsed.decoder, head, src=remembered)
+    adapter = None if lora is None or isinstance(lora, LoRAConfig) else read_adapter(bridge, headed, lora)
+    if adapter is not None and adapter.num_labels is not None:
+        headed, new_head = scored_by(adapter, headed, asked=head), parsed.decoder.head is HeadKind.LM
+    config = headed.with_(lora=lora if adapter is None else adapter.lora)
     family = _family(bridge, cls)
     with SafetensorsSource(folder) as source:
-        plan = bridge.plan_import(config, source.infos, quantization=parsed.quantization, read_from=str(folder))
+        plan = bridge.plan_import(
+            config, source.infos, quantization=parsed.quantization, read_from=str(folder), new_head=new_head
+        )
         chosen = asked or parsed.dtype or stored_dtype(plan, source)
         if adapter is not None:
             config = config.with_(lora=adapter.lora_for(chosen))
@@ -100,7 +110,9 @@ def load_checkpoint(
         fill(model, source, plan)
     if adapter is not None:
         adapter.fill(model)
-    remember(model, folder, json, str(src) if name is None else name)
+    if new_head and (adapter is None or adapter.num_labels is None):
+        warn_fresh(remembered)
+    remember(model, folder, json, remembered)
     return model.eval()
 
 

@@ -26,7 +26,9 @@ from bestiary.bridges.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from bestiary.bridges.low_rank import Factors, factors_to_hub, tensor_in_module
 from bestiary.bridges.peft_config import peft_json, shortest_endings
 from bestiary.bridges.rules import Captures, Expression, canonical, fill
+from bestiary.bridges.score import SCORE_WEIGHT
 from bestiary.bridges.writing import Entry, staged, write_file, write_json
+from bestiary.models.config import HeadKind
 from bestiary.models.lora import ADAPTER_LEAVES, Site, sites
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 V = TypeVar("V", int, float)
 PREFIX = "base_model.model."
+SCORE_KEY = f"{PREFIX}{SCORE_WEIGHT}"  # where PEFT keeps a whole module among `modules_to_save`
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +111,7 @@ def places(bridge: Bridge, model: Decoder) -> list[Place]:
 
 
 def save_adapter(bridge: Bridge, model: Decoder, path: Path, *, overwrite: bool = False) -> Path:
-    """Write the adapters of `model` as a PEFT folder; it appears whole or not at all.
+    """Write the adapters of `model`, and its score head, as a PEFT folder; it appears whole or not at all.
 
     Dropout is written as 0 where an adapter sits on a parameter, for PEFT has none there.
 
@@ -121,6 +124,9 @@ def save_adapter(bridge: Bridge, model: Decoder, path: Path, *, overwrite: bool 
     _check_exportable(model, adapted)
     assert lora is not None
     tensors = dict(_tensors(adapted))
+    scores = model.decoder_config.head is HeadKind.SCORE
+    if scores:
+        tensors[SCORE_KEY] = model.score.weight.detach()
     values = {place.target: place.site.adapter.config for place in adapted if place.site.adapter is not None}
     on_parameters = [name for place in adapted if (name := place.target) and place.as_parameter]
     r, alpha = commonest((values[name].r, values[name].alpha) for name in on_parameters or values)
@@ -137,6 +143,7 @@ def save_adapter(bridge: Bridge, model: Decoder, path: Path, *, overwrite: bool 
         target_parameters=shortest_endings(on_parameters, parameters, parts=2),
         rank_pattern=exceptions({name: value.r for name, value in values.items()}, r),
         alpha_pattern=exceptions({name: value.alpha for name, value in values.items()}, alpha),
+        scores=scores,
     )
     entries = [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
     with staged(path, overwrite=overwrite) as folder:
@@ -155,7 +162,7 @@ def _check_exportable(model: Decoder, adapted: list[Place]) -> None:
     known = {place.site.name for place in adapted}
     lost = [site.name for site in sites(model) if site.adapter is not None and site.name not in known]
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    trained = [name for name in trainable if not name.endswith(ADAPTER_LEAVES)]
+    trained = [name for name in trainable if not name.endswith(ADAPTER_LEAVES) and name != SCORE_WEIGHT]
     for names, what in ((lost, "has an adapter and no rule in the bridge"), (trained, "trains beside the adapters")):
         if names:
             raise UnsupportedAdapter(

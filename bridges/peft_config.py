@@ -16,6 +16,8 @@ from bestiary.bridges.errors import CorruptCheckpoint, UnsupportedConfig
 LAYOUT_VERSION = "0.19.1"  # the oldest peft that reads what we write; before 0.19 experts lay the other way round
 
 _REMEDY = "merge the adapter with PEFT (merge_and_unload, save_pretrained) and load the full checkpoint"
+SEQ_CLS = "SEQ_CLS"
+_HEADS = ("classifier", "score")  # what PEFT saves whole with that task, whichever there is
 _ANY = None
 _OFF: tuple[Any, ...] = (None, False, (), [], {})
 _START = "start values; the stored ones replace them"
@@ -33,13 +35,12 @@ _VARIANTS = (
 
 # Every other field of LoraConfig: the values it may have, and what it is.
 _FIELDS: Mapping[str, tuple[tuple[Any, ...] | None, str]] = {
-    "task_type": ((None, "CAUSAL_LM"), "another task has another head"),
+    "task_type": ((None, "CAUSAL_LM", SEQ_CLS), "another task has another head"),
     "init_lora_weights": (
         (True, False, "gaussian", "eva", "orthogonal"),
         "this start may leave the base weight changed, and the adapter belongs to the changed one",
     ),
     "bias": (("none",), "biases of the base were trained beside the adapters"),
-    "modules_to_save": (_OFF, "whole modules of the base were trained beside the adapters"),
     "trainable_token_indices": (_OFF, "rows of the embedding were trained beside the adapters"),
     "fan_in_fan_out": (_OFF, "no layer here stores its weight transposed"),
     "ensure_weight_tying": (_OFF, "it adapts the embedding and the head"),
@@ -65,6 +66,7 @@ class PeftConfig:
         layers: indices that `target_modules` is restricted to; None for all.
         layers_pattern: regular expressions of the name before the index; () for any.
         base: name or path of the model it was trained on, or None.
+        scores: whether a score head was trained beside the adapters, and is in the folder.
         version: of the peft that wrote it, (major, minor); () where it is not stated, as before 0.18.
         source: the file.
     """
@@ -83,6 +85,7 @@ class PeftConfig:
     version: tuple[int, ...]
     base: str | None
     source: str
+    scores: bool = False
 
     def rank(self, name: str) -> int:
         """The rank of the module or parameter `name`; the first pattern that matches its whole end counts."""
@@ -144,6 +147,7 @@ def parse_peft_config(json: Mapping[str, Any], *, source: str) -> PeftConfig:
         version=reader.version(),
         base=reader.take("base_model_name_or_path", str, "") or None,
         source=source,
+        scores=reader.scores(),
     )
     for name, value in json.items():
         if name in reader.taken:
@@ -165,15 +169,17 @@ def peft_json(
     target_parameters: Iterable[str],
     rank_pattern: Mapping[str, int],
     alpha_pattern: Mapping[str, float],
+    scores: bool = False,
 ) -> dict[str, Any]:
     """The `adapter_config.json` of a plain LoRA adapter, for PEFT 0.19.1 and later.
 
-    The keys of both patterns are names of modules or parameters, or their endings.
+    The keys of both patterns are names of modules or parameters, or their endings. With `scores` the folder holds a
+    score head, whole.
     """
     return {
         "peft_type": "LORA",
         "peft_version": LAYOUT_VERSION,
-        "task_type": "CAUSAL_LM",
+        "task_type": SEQ_CLS if scores else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "revision": None,
         "inference_mode": True,
@@ -186,7 +192,7 @@ def peft_json(
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": ["score"] if scores else None,
         "target_modules": sorted(target_modules),  # [] and not null, which would mean PEFT's default for the family
         "target_parameters": sorted(target_parameters) or None,
         "rank_pattern": {re.escape(name): rank for name, rank in rank_pattern.items()},
@@ -248,6 +254,21 @@ class _Reader:
             self.taken.add("target_modules")
             return None
         return self.module_names("target_modules")
+
+    def scores(self) -> bool:
+        """Whether `modules_to_save` names the score head; other whole modules are refused."""
+        value = self.json.get("modules_to_save")
+        self.taken.add("modules_to_save")
+        names = [] if value in _OFF else value
+        known = isinstance(names, list) and all(name in _HEADS for name in names)
+        if not known or ("score" not in names and self.json.get("task_type") == SEQ_CLS):
+            why = (
+                "leaves the head of its task out, so that nobody knows it."
+                if known
+                else "is not implemented: whole modules of the base were trained beside the adapters."
+            )
+            raise UnsupportedConfig("modules_to_save", value, why, read_from=self.source, remedy=_REMEDY)
+        return "score" in names
 
     def module_names(self, name: str) -> tuple[str, ...] | str:
         """Endings of names, or one regular expression; () for null."""

@@ -27,12 +27,13 @@ from bestiary.bridges.errors import (
 )
 from bestiary.bridges.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, resolve
 from bestiary.bridges.low_rank import Factors, factors_from_hub, hub_names, is_transposed
-from bestiary.bridges.peft import PREFIX, Place, commonest, exceptions, places
+from bestiary.bridges.peft import PREFIX, SCORE_KEY, Place, commonest, exceptions, places
 from bestiary.bridges.peft_config import PeftConfig, parse_peft_config, shortest_endings
 from bestiary.bridges.plan import Naming
 from bestiary.bridges.rules import Expression, canonical
+from bestiary.bridges.score import SCORE_WEIGHT
 from bestiary.bridges.storage import SafetensorsSource, TensorInfo, read_json, read_rows
-from bestiary.models.config import DecoderConfig, LoRAConfig
+from bestiary.models.config import DecoderConfig, HeadKind, LoRAConfig
 from bestiary.models.lora import adapter, sites
 
 if TYPE_CHECKING:
@@ -94,12 +95,14 @@ class AdapterFile:
         lora: the adapters as our config states them, in the dtype of the file; without dropout (which changes no
             logit) where some sit on experts or routers, as single experts of an earlier PEFT could have it.
         base: name or path of the model it was trained on, or None.
+        num_labels: rows of the score head that the folder holds; None without one.
     """
 
     folder: Path
     lora: LoRAConfig
     base: str | None
     parts: tuple[Part, ...]
+    num_labels: int | None = None
 
     def lora_for(self, dtype: torch.dtype) -> LoRAConfig:
         """`lora` for a model in `dtype`: adapters keep a wider dtype of their own, and else have the model's."""
@@ -109,7 +112,7 @@ class AdapterFile:
 
     @torch.no_grad()
     def fill(self, model: Decoder) -> None:
-        """Copy the factors into the adapters of `model`, which was built with `lora`."""
+        """Copy the factors into the adapters of `model`, which was built with `lora`, and the score head if any."""
         targets = {site.name: site.adapter for site in sites(model)}
         with SafetensorsSource(self.folder, single=ADAPTER_WEIGHTS) as source:
             for part in self.parts:
@@ -119,6 +122,8 @@ class AdapterFile:
                 factors = part.factors(tensors)
                 found.lora_A.copy_(factors.A)
                 found.lora_B.copy_(factors.B)
+            if self.num_labels is not None:
+                model.get_parameter(SCORE_WEIGHT).copy_(read_rows(source, SCORE_KEY, 0, self.num_labels))
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
@@ -171,7 +176,8 @@ def read_adapter(bridge: Bridge, config: DecoderConfig, src: str | Path, *, revi
     peft = read_peft_config(folder)
     skeleton = bridge.decoder(config.with_(lora=None), device="meta")
     with SafetensorsSource(folder, single=ADAPTER_WEIGHTS) as source:
-        infos = source.infos
+        infos = dict(source.infos)
+    num_labels = _score_rows(infos, config.hidden_size, folder) if peft.scores else None
     reading = _Reading(peft, places(bridge, skeleton), infos, folder)
     parts = reading.parts(bridge.namings)
     dtype = reduce(torch.promote_types, (infos[key].dtype for part in parts for key in part.stored()))
@@ -181,7 +187,43 @@ def read_adapter(bridge: Bridge, config: DecoderConfig, src: str | Path, *, revi
     lora = _lora_config(peft, ranks, alphas, names, dtype)
     if not all(part.place.site.takes_dropout for part in parts):
         lora = replace(lora, dropout=0.0)
-    return AdapterFile(folder, lora, peft.base, tuple(parts))
+    return AdapterFile(folder, lora, peft.base, tuple(parts), num_labels)
+
+
+def _score_rows(infos: dict[str, TensorInfo], width: int, folder: Path) -> int:
+    """Rows of the score head in an adapter file, which is taken out of `infos`."""
+    info = infos.pop(SCORE_KEY, None)
+    if info is None or len(info.shape) != 2 or info.shape[1] != width:
+        found = [] if info is None else [f"{SCORE_KEY} {list(info.shape)}, expected [labels, {width}]"]
+        raise KeyMismatch(
+            missing=[SCORE_KEY] if info is None else [],
+            mismatched=found,
+            read_from=str(folder / ADAPTER_WEIGHTS),
+            remedy=_REMEDY,
+        )
+    return info.shape[0]
+
+
+def scored_by(adapter: AdapterFile, config: DecoderConfig, *, asked: str | None) -> DecoderConfig:
+    """`config` of the base under the score head that an adapter folder brings.
+
+    Raises:
+        UnsupportedLoad: a language model was asked for.   UnsupportedAdapter: a base with another number of labels.
+    """
+    labels = adapter.num_labels
+    assert labels is not None
+    if asked == HeadKind.LM:
+        raise UnsupportedLoad(
+            f'head = "lm", and the adapter in {adapter.folder} is that of a reward model.',
+            remedy="drop one of the two",
+        )
+    if config.head is HeadKind.SCORE and config.num_labels != labels and asked is None:
+        raise UnsupportedAdapter(
+            f"{SCORE_KEY} has {labels} rows, and the base scores {config.num_labels} labels.",
+            read_from=str(adapter.folder),
+            remedy="use the base model this adapter was trained on",
+        )
+    return config.with_(head=HeadKind.SCORE, num_labels=labels)
 
 
 def load_adapter(bridge: Bridge, model: Decoder, src: str | Path, *, revision: str | None = None) -> None:
@@ -192,6 +234,13 @@ def load_adapter(bridge: Bridge, model: Decoder, src: str | Path, *, revision: s
         and what `read_adapter` raises.
     """
     found = read_adapter(bridge, model.decoder_config, src, revision=revision)
+    rows = model.decoder_config.num_labels if model.decoder_config.head is HeadKind.SCORE else None
+    if rows != found.num_labels:
+        raise UnsupportedAdapter(
+            f"the adapter holds {found.num_labels or 'no'} rows of a score head, the model {rows or 'none'}.",
+            read_from=str(found.folder),
+            remedy="load both together: from_pretrained(base, lora=adapter_folder)",
+        )
     wanted = model.decoder_config.with_(lora=found.lora)
     theirs = {name: adapter(wanted, name) for name in (part.place.site.name for part in found.parts)}
     ours = {site.name: site.adapter.config for site in sites(model) if site.adapter is not None}

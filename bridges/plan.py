@@ -6,6 +6,7 @@ parameter is written once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,10 +17,12 @@ import torch
 from bestiary.bridges.errors import InvalidRules, KeyMismatch, UnsupportedConfig
 from bestiary.bridges.pieces import HubTensor, Piece, Shape, extent
 from bestiary.bridges.rules import Ignore, RuleSet, canonical
+from bestiary.bridges.score import SCORE_WEIGHT
 from bestiary.bridges.storage import TensorInfo
 from bestiary.models.lora import ADAPTER_LEAVES
 
 _ANCHOR = "model.embed_tokens.weight"
+_HEAD = re.compile(r"lm_head\.")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -37,8 +40,9 @@ class Naming:
     ignores: tuple[Ignore, ...] = ()
 
     def hub(self, ruled: str) -> str:
-        """The checkpoint's name of what the rules call `ruled`."""
-        return next(theirs + ruled[len(ours) :] for ours, theirs in self.prefixes.items() if ruled.startswith(ours))
+        """The checkpoint's name of what the rules call `ruled`: the same where no prefix means it (a score head)."""
+        named = (theirs + ruled[len(ours) :] for ours, theirs in self.prefixes.items() if ruled.startswith(ours))
+        return next(named, ruled)
 
     def ruled(self, hub: str) -> str | None:
         """The rules' name of what the checkpoint calls `hub`; None if that is not part of the model."""
@@ -86,7 +90,7 @@ class Plan:
         naming: the prefixes of the checkpoint.
         ignored: hub names that are not read, with the reason.
         duplicate_head: (hub name, parameter) of a head stored although the config ties it; to be compared.
-        fresh: parameters that no checkpoint holds (adapters); the loader initialises them.
+        fresh: parameters that the checkpoint does not hold (adapters, a new head); the loader initialises them.
     """
 
     items: tuple[Item, ...]
@@ -117,6 +121,7 @@ def plan_import(
     *,
     namings: Iterable[Naming] = (PLAIN,),
     tied: bool = False,
+    new_head: bool = False,
     quantization: str | None = None,
     read_from: str | None = None,
 ) -> Plan:
@@ -127,13 +132,15 @@ def plan_import(
         hub: name, shape and dtype of each stored tensor.
         namings: prefix schemes to recognise, by the name of the embedding.
         tied: whether the config ties head and embedding; a stored head is then a duplicate to compare.
+        new_head: `score.weight` becomes `fresh`, and a language-model head is not read.
         quantization: `quantization_config.quant_method` of the config.
     Raises:
         KeyMismatch: lists what is missing, extra, ambiguous (two layouts at once) or of the wrong shape or dtype.
         UnsupportedConfig: MXFP4 tensors without the config that announces them, or the other way round.
     """
     naming = _recognise(rules, tuple(namings), hub, read_from)
-    fresh = tuple(name for name in parameters if name.endswith(ADAPTER_LEAVES))
+    absent = (*ADAPTER_LEAVES, SCORE_WEIGHT) if new_head else ADAPTER_LEAVES
+    fresh = tuple(name for name in parameters if name.endswith(absent))
     missing: list[str] = []
     ambiguous: list[str] = []
     items: list[Item] = []
@@ -153,6 +160,7 @@ def plan_import(
     left = [name for name in hub if name not in wanted and (head is None or name != head[0])]
     ignored = {name: reason for name in left if (reason := naming.reason_to_ignore(name, rules)) is not None}
     ignored |= _ignored_layers(rules, naming, parameters, left)
+    ignored |= _replaced_head(rules, naming, left) if new_head else {}
     missing = list(dict.fromkeys([*missing, *(name for name in wanted if name not in hub)]))
     extra = [name for name in left if name not in ignored]
     expected = {name: tensor.stored[name] for name, tensor in wanted.items()}
@@ -219,6 +227,15 @@ def _ignored_layers(
     ruled = {name: hub for hub in left if (name := naming.ruled(hub)) is not None}
     found = [layer.inside(ruled, layers) for layer in rules.ignored_layers]
     return {ruled[name]: reason for one in found for name, reason in one.items()}
+
+
+def _replaced_head(rules: RuleSet, naming: Naming, left: Iterable[str]) -> dict[str, str]:
+    """Names in `left` of a language-model head, with the reason."""
+    sources = (
+        source for rule in rules.by_native.values() if _HEAD.match(rule.native) for source in rule.layouts.values()
+    )
+    heads = {naming.hub(leaf.pattern) for source in sources for leaf, _ in source.leaves()}
+    return {name: "the language-model head, in whose place a score head stands" for name in left if name in heads}
 
 
 def _duplicate_head(

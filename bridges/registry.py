@@ -104,6 +104,11 @@ def _load_fallback(src: str | Path, *, backend: str, cls: type[Any] | None = Non
     """The wrapped transformers model; a family class cannot be asked for one."""
     from bestiary.bridges.hf_fallback import load_fallback
 
+    if options.pop("head", None) is not None:
+        raise UnsupportedLoad(
+            f"head with backend = {backend!r}, which wraps language models alone.",
+            remedy="drop one of the two, or call transformers' AutoModelForSequenceClassification",
+        )
     if cls is not None:
         raise UnsupportedLoad(
             f"backend = {backend!r} wraps transformers' model, which is no {cls.__name__}.",

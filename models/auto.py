@@ -25,6 +25,7 @@ class AutoDecoder:
         backend: Literal["native"] = ...,
         revision: str | None = ...,
         trust_remote_code: bool = ...,
+        head: Literal["lm", "score"] | None = ...,
     ) -> Decoder:
         """A registered family."""
 
@@ -40,6 +41,7 @@ class AutoDecoder:
         backend: str,
         revision: str | None = ...,
         trust_remote_code: bool = ...,
+        head: Literal["lm", "score"] | None = ...,
     ) -> Any:
         """A wrapped transformers model, which has the surface of a Decoder and is none."""
 
@@ -54,6 +56,7 @@ class AutoDecoder:
         backend: str = "native",
         revision: str | None = None,
         trust_remote_code: bool = False,
+        head: Literal["lm", "score"] | None = None,
     ) -> Any:
         """The model of a checkpoint folder or hub id; arguments and errors as `Decoder.from_pretrained`.
 
@@ -63,7 +66,16 @@ class AutoDecoder:
                 contract, log-prob loss, LoRA by PEFT, export; unverified, and a warning says what is off.
             trust_remote_code: with "hf", run modelling code that comes with the checkpoint.
         """
-        more = {"trust_remote_code": True} if trust_remote_code else {}
+        more: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
         return bridge_of("auto").load(
-            src, dtype=dtype, device=device, lora=lora, mesh=mesh, backend=backend, revision=revision, cls=None, **more
+            src,
+            dtype=dtype,
+            device=device,
+            lora=lora,
+            mesh=mesh,
+            backend=backend,
+            revision=revision,
+            cls=None,
+            head=head,
+            **more,
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,7 @@ class TrainerProtocol:
         mesh: Any = None,
         backend: str = "native",
         revision: str | None = None,
+        head: Literal["lm", "score"] | None = None,
     ) -> Self:
         """A model from a checkpoint folder or hub id.
 
@@ -86,11 +87,22 @@ class TrainerProtocol:
             dtype: of the parameters, also by name ("bfloat16"); None: the checkpoint's.
             lora: adapters to build in, the base frozen: a LoRAConfig for fresh ones, or a PEFT folder or hub id.
             mesh: device mesh to shard over.   backend: "native".   revision: branch, tag or commit on the hub.
+            head: "score": a reward model. **Of a causal checkpoint it takes the backbone alone: `score.weight`, of one
+                label, is drawn at random by torch's seed, and a FreshHeadWarning says so; train it before use.**
+                "lm": a language model, refused of a reward model. None: what `architectures` in config.json says.
         Raises:
             bestiary.bridges.errors: unknown model type, unsupported config, missing keys, corrupt files, offline.
         """
         model = bridge_of("auto").load(
-            src, dtype=dtype, device=device, lora=lora, mesh=mesh, backend=backend, revision=revision, cls=cls
+            src,
+            dtype=dtype,
+            device=device,
+            lora=lora,
+            mesh=mesh,
+            backend=backend,
+            revision=revision,
+            cls=cls,
+            head=head,
         )
         return cast(Self, model)
 
