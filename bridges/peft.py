@@ -126,7 +126,7 @@ def save_adapter(bridge: Bridge, model: Decoder, path: Path, *, overwrite: bool 
     tensors = dict(_tensors(adapted))
     scores = model.decoder_config.head is HeadKind.SCORE
     if scores:
-        tensors[SCORE_KEY] = model.score.weight.detach()
+        tensors[SCORE_KEY] = model.get_parameter(SCORE_WEIGHT).detach()
     values = {place.target: place.site.adapter.config for place in adapted if place.site.adapter is not None}
     on_parameters = [name for place in adapted if (name := place.target) and place.as_parameter]
     r, alpha = commonest((values[name].r, values[name].alpha) for name in on_parameters or values)

@@ -259,15 +259,13 @@ class _Reader:
         """Whether `modules_to_save` names the score head; other whole modules are refused."""
         value = self.json.get("modules_to_save")
         self.taken.add("modules_to_save")
-        names = [] if value in _OFF else value
-        known = isinstance(names, list) and all(name in _HEADS for name in names)
-        if not known or ("score" not in names and self.json.get("task_type") == SEQ_CLS):
-            why = (
-                "leaves the head of its task out, so that nobody knows it."
-                if known
-                else "is not implemented: whole modules of the base were trained beside the adapters."
-            )
+        names: list[Any] = value if isinstance(value, list) else []
+        if (value not in _OFF and not names) or not all(name in _HEADS for name in names):
+            why = "is not implemented: whole modules of the base were trained beside the adapters."
             raise UnsupportedConfig("modules_to_save", value, why, read_from=self.source, remedy=_REMEDY)
+        if self.json.get("task_type") == SEQ_CLS and "score" not in names:
+            why = "without its head among modules_to_save: nobody knows the scores it was trained for."
+            raise UnsupportedConfig("task_type", SEQ_CLS, why, read_from=self.source, remedy=_REMEDY)
         return "score" in names
 
     def module_names(self, name: str) -> tuple[str, ...] | str:
