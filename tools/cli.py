@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from bestiary.tools.arguments import USAGE_ERROR, write_json
 from bestiary.tools.data_commands import add_data
 from bestiary.tools.port.commands import add_port
+from bestiary.tools.train_commands import add_training
 
 DESCRIPTION = """\
 A model zoo for LLM post-training: list its families, export checkpoints, port new architectures.
@@ -24,6 +25,7 @@ examples:
   bestiary export ./checkpoint ./exported --dtype bfloat16 --overwrite
   bestiary port new llama --plugin ./bestiary-llama  a new architecture; then port check, port status
   bestiary data inspect run.yaml --html data.html    what of your data is trained, and what is wrong with it
+  bestiary sft run.yaml optim.lr=2e-5                supervised fine-tuning; goes on where it was stopped
 
 exit codes: 0 done, 2 keys or shapes, 4 refused as unsupported, 6 a port breaks its rules, 7 usage or environment"""
 
@@ -75,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     export.set_defaults(run=_run_export)
     add_port(commands, _add_command)
     add_data(commands, _add_command)
+    add_training(commands, _add_command)
     return parser
 
 

@@ -22,7 +22,7 @@ from bestiary.training.data.config import DataConfig, placed_in
 from bestiary.training.errors import InvalidRun
 from bestiary.training.sections import Section, fields_at, read_mapping, validated
 
-RecipeName = Literal["sft", "dpo", "kto", "reward", "distill"]
+RecipeName = Literal["sft"]
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]

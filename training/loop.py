@@ -139,6 +139,8 @@ class Trainer:
     interruption: Interruption = field(default_factory=Interruption)
     stopped: str | None = None
     """Why the run ended before its last step; None: it did not."""
+    interrupted: bool = False
+    """Whether it ended because it was told to, and has not done what it was for."""
 
     def fit(self) -> None:
         """Steps until the end of the run, of the data, or a request to stop; then the last checkpoint.
@@ -284,6 +286,7 @@ class Trainer:
             self._judge(found["eval/loss"], evaluation.patience)
         if stop:
             self.stopped = self.interruption.by or "a signal to another process"
+            self.interrupted = True
         elif self.saver is not None and self.saver.due(step) and step < self.steps and self.stopped is None:
             self.saver.save(self)
 

@@ -1,0 +1,190 @@
+"""`bestiary sft` as a user runs it: a real checkpoint folder, a real tokenizer, killed and resumed, exported."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bestiary.models import AutoDecoder, Qwen3
+from bestiary.tools import cli
+from bestiary.training.checkpoint import saved_steps
+from bestiary.training.config import load_run_config
+from bestiary.training.data.errors import FingerprintChanged
+from bestiary.training.errors import CheckpointRefused, InvalidRun
+from bestiary.training.run import run
+
+from ..models.tiny import tiny_config
+from .data.conftest import folder
+
+VOCABULARY = 49152
+COMMAND = "import sys; from bestiary.tools.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def _said(role, content):
+    return {"role": role, "content": content}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A tiny Qwen3 with SmolLM's vocabulary, talks, held-out talks and a run's file."""
+    place = tmp_path_factory.mktemp("run")
+    config = tiny_config("qwen3", vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24)
+    config = config.with_(attention=replace(config.attention, scale=config.attention.head_dim**-0.5))
+    torch.manual_seed(0)
+    Qwen3(config, dtype=torch.float32).save_pretrained(place / "model")
+    for name, count in (("talks", 40), ("held", 6)):
+        rows = [
+            {
+                "messages": [
+                    {"role": "user", "content": f"{n} + {n}?"},
+                    {"role": "assistant", "content": f"It is {2 * n}."},
+                ]
+            }
+            for n in range(count)
+        ]
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"name": "talks", "files": "talks.jsonl", "kind": "chat"}
+    held = {"name": "held", "files": "held.jsonl", "kind": "chat"}
+    content = {
+        "model": {"src": "model"},
+        "data": {"tokenizer": {"src": str(folder("smollm"))}, "sources": [source], "pack_length": 96, "streams": 2},
+        "optim": {"lr": 3e-3, "warmup": 2},
+        "loop": {"steps": 6, "workers": 0, "evaluation": {"sources": [held], "every": 3, "packs": 2}},
+        "checkpoint": {"every": 1},
+    }
+    (place / "run.json").write_text(json.dumps(content))
+    return place
+
+
+def metrics(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def figures(out):
+    """What must not depend on when the run was killed."""
+    names = ("step", "loss", "grad_norm", "lr", "tokens", "loss_tokens", "eval/loss")
+    return [{name: row[name] for name in names if name in row} for row in metrics(out)]
+
+
+@pytest.fixture(scope="module")
+def whole(place):
+    """An uninterrupted run."""
+    assert cli.main(["sft", str(place / "run.json"), f"out={place / 'whole'}", "--json", str(place / "out.json")]) == 0
+    return place / "whole"
+
+
+def test_a_run_learns_evaluates_and_exports_what_transformers_loads(whole, place):
+    rows = metrics(whole)
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    held = [row["eval/loss"] for row in rows if "eval/loss" in row]
+    assert len(held) == 2
+    assert held[1] < held[0]
+    told = json.loads((place / "out.json").read_text())
+    assert (told["step"], told["stopped"], told["evaluation"]) == (6, None, pytest.approx(held[1]))
+    ours, theirs = AutoDecoder.from_pretrained(whole / "export"), AutoModelForCausalLM.from_pretrained(whole / "export")
+    ids = torch.arange(3, 40)[None]
+    torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
+    start = AutoDecoder.from_pretrained(place / "model")
+    assert (start(ids).logits - ours(ids).logits).abs().max() > 1e-2
+    assert (whole / "export" / "tokenizer.json").is_file()
+
+
+def test_the_file_of_a_run_is_the_whole_run(whole, place):
+    again = load_run_config(whole / "config.yaml")
+    assert again.optim.lr == 3e-3
+    assert again.data.sources[0].files == str(place / "talks.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["KILL", "TERM"])
+def test_a_killed_run_goes_on_bit_for_bit(whole, place, tmp_path, how):
+    """Killed at a step that no checkpoint knows of, or asked to stop; started again by the same command."""
+    arguments = ["sft", str(place / "run.json"), f"out={tmp_path / 'run'}"]
+    slow = ["loop.callbacks=[tests.training.test_run:Slow]"]
+    command = [sys.executable, "-c", "import sys; sys.path.append('.'); " + COMMAND, *arguments, *slow]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL) as process:
+        try:
+            for _ in range(1200):
+                if len(saved_steps(tmp_path / "run" / "checkpoints")) >= 1 or process.poll() is not None:
+                    break
+                time.sleep(0.05)
+            process.send_signal(getattr(signal, f"SIG{how}"))
+            code = process.wait(60)
+        finally:
+            process.kill()
+    assert code == (-signal.SIGKILL if how == "KILL" else 0)
+    reached = saved_steps(tmp_path / "run" / "checkpoints")[-1]
+    assert 1 <= reached < 6
+    assert not (tmp_path / "run" / "export").exists()
+    assert cli.main(arguments) == 0
+    assert figures(tmp_path / "run") == figures(whole)
+    files = [folder / "export" / "model.safetensors" for folder in (tmp_path / "run", whole)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+class Slow:
+    """Time to kill it in."""
+
+    def on_step(self, trainer, values):
+        time.sleep(0.5)
+
+
+def test_adapters_are_exported_as_adapters(place, tmp_path):
+    config = load_run_config(place / "run.json", ["lora.r=4", f"out={tmp_path / 'run'}"], recipe="sft")
+    outcome = run(config)
+    assert outcome.export == tmp_path / "run" / "export"
+    assert json.loads((outcome.export / "adapter_config.json").read_text())["r"] == 4
+    tuned = AutoDecoder.from_pretrained(outcome.export)
+    assert tuned.decoder_config.lora is not None
+
+
+def test_epochs_are_counted_into_steps(place, tmp_path):
+    changes = ["loop.steps=null", "data.epochs=2", "data.pack_length=256", f"out={tmp_path / 'run'}"]
+    outcome = run(load_run_config(place / "run.json", changes, recipe="sft"))
+    assert outcome.step == outcome.steps
+    assert outcome.stopped is None
+    documents = 0
+    for row in metrics(tmp_path / "run"):
+        documents += row.get("tokens", 0)
+    assert documents == outcome.steps * 2 * 256
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        (["loss.name=nnl"], InvalidRun, r"loss\.name = 'nnl'(.|\n)*did you mean nll"),
+        (["loss.beta=0.1"], InvalidRun, r"loss\.beta = 0\.1, which sft does not have"),
+        (["data.sources.0.kind=prompt"], InvalidRun, r"talks is of kind 'prompt'"),
+        (["loop.callbacks=[nowhere:x]"], InvalidRun, r"loop\.callbacks = 'nowhere:x': No module"),
+        (["loop.callbacks=['json:x']"], InvalidRun, r"the module json has no 'x'"),
+        (["checkpoint.resume=never", "out=OUT"], InvalidRun, r"holds a run at step 6 and checkpoint\.resume = never"),
+        (["data.tokenizer.pad_token=<filename>", "out=OUT"], FingerprintChanged, "pad: "),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_training(whole, place, tmp_path, changes, error, said):
+    given = [f"out={tmp_path / 'run'}", *(change.replace("OUT", str(whole)) for change in changes)]
+    before = (whole / "config.yaml").read_bytes()
+    with pytest.raises(error, match=said):
+        run(load_run_config(place / "run.json", given, recipe="sft"))
+    assert (whole / "config.yaml").read_bytes() == before
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_changed_run_is_not_taken_for_the_same(whole, place):
+    with pytest.raises(CheckpointRefused, match=r"optim was .*0\.003.* and is .*0\.001"):
+        run(load_run_config(place / "run.json", ["optim.lr=1e-3", f"out={whole}"], recipe="sft"))
+
+
+def test_a_dry_run_prints_the_configuration_and_writes_nothing(place, tmp_path, capsys):
+    assert cli.main(["sft", str(place / "run.json"), f"out={tmp_path / 'run'}", "--dry-run"]) == 0
+    assert "max_grad_norm: 1.0" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()

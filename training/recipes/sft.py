@@ -1,0 +1,57 @@
+"""Supervised fine-tuning: imitate the trained tokens."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from bestiary.models import Decoder
+from bestiary.training.data.batch import batch
+from bestiary.training.data.packing import Pack
+from bestiary.training.data.samples import Kind
+from bestiary.training.recipes.base import Batch, LossSum
+from bestiary.training.recipes.names import known
+
+
+class SFT:
+    """Σ over trained tokens of −log p, or of p's own weighting of it.
+
+    Args:
+        loss: "nll": −log p(y).
+            "dft": −sg(p(y)) · log p(y), which takes the weight 1 / p out of the gradient of the likelihood
+            (arXiv:2508.05629, equation 8). TRL's `dft` is the same.
+    Raises:
+        InvalidRun: an unknown loss.
+    """
+
+    name: str = "sft"
+    unit: Literal["tokens", "sequences"] = "tokens"
+    kinds: frozenset[Kind] = frozenset({"chat", "completion", "text", "distillation", "events"})
+    losses: ClassVar[tuple[str, ...]] = ("nll", "dft")
+
+    def __init__(self, loss: str = "nll") -> None:
+        self.loss_name = known(loss, self.losses, "loss.name")
+
+    def batch(self, pack: Pack) -> Batch:
+        """Arguments of forward: labels for `nll`, targets in place for `dft`."""
+        return dict(batch(pack, shifted=self.loss_name == "dft"))
+
+    def count(self, batch: Batch) -> int:
+        """Trained tokens."""
+        return int((batch["labels" if self.loss_name == "nll" else "shift_labels"] != -100).sum())
+
+    def loss(self, model: Decoder, batch: Batch) -> LossSum:
+        """The sum over the trained tokens."""
+        if self.loss_name == "nll":
+            # Divided by one: with a divisor the loss alone has a graph, at three quarters of the cost.
+            return LossSum(model(**on(batch, model), num_items_in_batch=1).loss)
+        log_probs = model(**on(batch, model)).log_probs
+        nll = -log_probs.detach().sum()
+        return LossSum(-(log_probs.detach().exp() * log_probs).sum(), {"nll": nll})
+
+
+def on(batch: Batch, model: Decoder) -> dict[str, Any]:
+    """The batch on the model's device."""
+    device = model.device
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}

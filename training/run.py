@@ -1,0 +1,340 @@
+"""From a run's file to a run: processes, data, model, recipe, optimiser, loop, resume points, export.
+
+out/config.yaml       the whole configuration, defaults included
+out/tokenizer.json    fingerprint of the tokenizer
+out/metrics.jsonl     figures of every step
+out/checkpoints/      resume points
+out/export/           the result in Hugging Face's layout, with its tokenizer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from bestiary.bridges.fields import FLOAT_TYPES
+from bestiary.models import AutoDecoder, Decoder, LoRAConfig
+from bestiary.training.checkpoint import Checkpoints, saved_steps, seed_all
+from bestiary.training.config import RunConfig
+from bestiary.training.control import Control, named_failures
+from bestiary.training.data.config import DataConfig
+from bestiary.training.data.fingerprint import Fingerprint
+from bestiary.training.data.loader import PackLoader
+from bestiary.training.data.packing import Pack
+from bestiary.training.data.plan import Plan
+from bestiary.training.data.tokenizer import BaseHFModelTokenizer
+from bestiary.training.errors import InvalidRun
+from bestiary.training.flops import StepFlops
+from bestiary.training.loop import Trainer
+from bestiary.training.memory import PeakMemory
+from bestiary.training.metrics import Throughput
+from bestiary.training.optim import Optimisers
+from bestiary.training.parallel import Precision, build_mesh, clip_grad_norm, data_parallel, parallelize
+from bestiary.training.peaks import device_peak
+from bestiary.training.processes import Processes, processes
+from bestiary.training.recipes.base import Recipe
+from bestiary.training.recipes.sft import SFT
+from bestiary.training.tracking import RunInfo, Tracker, trackers
+
+CONFIG, FINGERPRINT, CHECKPOINTS, EXPORT = "config.yaml", "tokenizer.json", "checkpoints", "export"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        step, steps: reached, and of the whole run.   stopped: why before its end, or None.
+        resumed: step that it went on from, or None.
+        loss: of the last step.   evaluation: the best loss on held-out data, or None.
+        export: folder of the result, or None.
+    """
+
+    step: int
+    steps: int
+    stopped: str | None
+    resumed: int | None
+    loss: float | None
+    evaluation: float | None
+    export: Path | None
+
+
+def run(config: RunConfig, *, also: Sequence[Tracker] = ()) -> Outcome:
+    """Trains as the configuration says, from the newest resume point in `config.out` if there is one.
+
+    Args:
+        also: trackers beside those of the configuration, e.g. one that prints.
+    Raises:
+        InvalidRun, ParallelRefused: what the configuration asks cannot be done here.
+        CheckpointRefused, StateMismatch: the resume point is damaged or of another run.
+        Diverged, OutOfMemory, RankLost, SaveFailed: see `bestiary.training.errors`.
+    """
+    with processes(config.loop.timeout_s) as here, ExitStack() as stack:
+        torch.use_deterministic_algorithms(config.loop.deterministic)
+        stack.callback(torch.use_deterministic_algorithms, False)
+        memory = PeakMemory(here.device)
+        trainer, saver, tokenizer = prepare(config, here, memory)
+        stack.callback(trainer.loader.close)
+        first = here.rank == 0
+        if first:
+            _note(config, tokenizer)
+        step = saver.resume(trainer)
+        info = RunInfo(
+            name=config.tracking.name or config.out.name,
+            project=config.tracking.project,
+            config=config.model_dump(mode="json"),
+            step=step or 0,
+        )
+        tracker = trackers(config.tracking.to, config.out, info, first=first, also=also)
+        stack.callback(tracker.close)
+        trainer.log = tracker
+        with named_failures("see --dry-run", config.loop.timeout_s):
+            trainer.fit()
+    exported = config.out / EXPORT
+    return Outcome(
+        step=trainer.progress.step,
+        steps=trainer.steps,
+        stopped=trainer.stopped,
+        resumed=step,
+        loss=trainer.progress.losses[-1] if trainer.progress.losses else None,
+        evaluation=None if trainer.progress.best == float("inf") else trainer.progress.best,
+        export=exported if config.checkpoint.export and not trainer.interrupted else None,
+    )
+
+
+def prepare(
+    config: RunConfig, here: Processes, memory: PeakMemory | None = None
+) -> tuple[Trainer, Checkpoints, BaseHFModelTokenizer]:
+    """Everything that a run needs, made and checked, and nothing trained yet."""
+    _check_folder(config)
+    parallel = config.parallel
+    mesh = build_mesh(
+        replicate=parallel.replicate,
+        shard=parallel.shard,
+        tensor=parallel.tensor,
+        expert=parallel.expert,
+        device_type=here.device.type,
+    )
+    data = data_parallel(mesh)
+    seed_all(config.loop.seed, 0, 0)  # fresh adapters and heads are the same in every process
+    model = load_model(config, here, mesh)
+    tokenizer = config.data.tokenizer.model_copy(
+        update={"vocab_rows": config.data.tokenizer.vocab_rows or model.decoder_config.vocab_size}
+    ).load()
+    recipe = build_recipe(config)
+    plan = config.data.plan(tokenizer)
+    _check_data(config.data, recipe, data.size)
+    control = Control(here.control, copies=here.size // data.size)
+    trained = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    meter = Throughput(
+        [StepFlops(model.decoder_config, trainable=trained.__contains__)],
+        device_peak(here.device, _dtype(config.precision.compute) or model.dtype),
+        devices=here.size,
+        sums=control.sums,
+        memory=memory,
+    )
+    loader = PackLoader(
+        plan,
+        rank=data.rank,
+        world_size=data.size,
+        workers=config.loop.workers,
+        make=meter.watching(recipe.batch),
+        group=data.group,
+    )
+    optimiser = Optimisers(model, config.optim, config.lr)
+    steps = config.loop.steps or count_steps(plan, config.loop.workers, here)
+    saver = Checkpoints(
+        config.out / CHECKPOINTS,
+        config.checkpoint,
+        bound=_bound(config, model, tokenizer.fingerprint, steps),
+        group=here.saving,
+        export=_exporter(config, tokenizer) if config.checkpoint.export else None,
+        seed=config.loop.seed,
+    )
+    seed_all(config.loop.seed, 0, data.rank)
+    held_out, evaluation = config.evaluation_data(), config.loop.evaluation
+    trainer = Trainer(
+        model=model,
+        recipe=recipe,
+        loader=loader,
+        optimiser=optimiser,
+        steps=steps,
+        per_step=plan.streams // data.size,
+        loop=config.loop,
+        optim=config.optim,
+        lr=config.lr,
+        control=control,
+        data_rank=data.rank,
+        data_parallel=data.size,
+        clip=clip_grad_norm,
+        meter=meter,
+        saver=saver,
+        held_out=() if held_out is None or evaluation is None else packs_of(held_out.plan(tokenizer), evaluation.packs),
+        callbacks=tuple(component(path, "loop.callbacks")() for path in config.loop.callbacks),
+    )
+    return trainer, saver, tokenizer
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def load_model(config: RunConfig, here: Processes, mesh: DeviceMesh) -> Decoder:
+    """The model that trains: with its adapters, checkpointing and compilation, spread over the mesh if need be."""
+    section = config.lora
+    lora = None if section is None else LoRAConfig(r=section.r, alpha=section.alpha, targets=section.targets)
+    model = AutoDecoder.from_pretrained(
+        config.model.src,
+        revision=config.model.revision,
+        dtype=config.precision.parameters,
+        device=here.device,
+        lora=lora,
+    )
+    if config.model.checkpointing == "full":
+        model.activation_checkpointing_enable()
+    if config.model.compile:
+        model.decoder_config = model.model.decoder_config = model.decoder_config.with_(compile_blocks=True)
+        for layer in model.model.layers:
+            layer.compile()
+    precision, kept = config.precision, model.dtype
+    compute = _dtype(precision.compute) or kept
+    if here.size > 1 or compute is not kept:
+        # FSDP2 keeps wide parameters and computes in narrow ones, on one process too.
+        parallelize(model, mesh, precision=Precision(None if compute is kept else compute, _dtype(precision.reduce)))
+    return model
+
+
+def build_recipe(config: RunConfig) -> Recipe:
+    """The recipe with the loss that the configuration names.
+
+    Raises:
+        InvalidRun: an unknown loss, or a number that the recipe does not have.
+    """
+    loss = config.loss
+    for key, value in (("beta", loss.beta), ("reference", loss.reference), ("teacher", loss.teacher)):
+        if value is not None:
+            raise InvalidRun(f"loss.{key} = {value!r}, which sft does not have.", remedy="leave it out")
+    if loss.options:
+        raise InvalidRun(f"loss.options.{next(iter(loss.options))}: sft has none.", remedy="leave it out")
+    return SFT(loss.name or SFT.losses[0])
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else FLOAT_TYPES[name]
+
+
+def _check_data(data: DataConfig, recipe: Recipe, ranks: int) -> None:
+    for source in data.sources:
+        if source.kind not in recipe.kinds:
+            raise InvalidRun(
+                f"data.sources: {source.name} is of kind {source.kind!r}, and {recipe.name} trains on others.",
+                remedy=f"kind: one of {', '.join(sorted(recipe.kinds))}",
+            )
+    if data.streams % ranks:
+        raise InvalidRun(
+            f"data.streams = {data.streams} packs a step over {ranks} processes with different data.",
+            remedy=f"data.streams a multiple of {ranks}; more of them are micro-batches",
+        )
+
+
+def count_steps(plan: Plan, workers: int, here: Processes) -> int:
+    """Steps that `data.epochs` gives, by packing all of it once in the first process."""
+    found = [0]
+    if here.rank == 0:
+        loader = PackLoader(plan, workers=workers, make=_nothing)
+        try:
+            found = [sum(1 for _ in loader) // plan.streams]
+        finally:
+            loader.close()
+    dist.broadcast_object_list(found, src=0, group=here.control)
+    if not found[0]:
+        raise InvalidRun("the data does not fill one step.", remedy="fewer data.streams, or more data")
+    return found[0]
+
+
+def packs_of(plan: Plan, most: int) -> list[Pack]:
+    """The first packs of a plan with one epoch."""
+    loader = PackLoader(plan, workers=0, make=_itself)
+    return [pack for _, pack in zip(range(most), loader, strict=False)]
+
+
+def component(path: str, key: str) -> Callable[..., Any]:
+    """What `module:name` names.
+
+    Raises:
+        InvalidRun: no such module or name.
+    """
+    module, colon, name = path.partition(":")
+    try:
+        found = import_module(module)
+    except ImportError as error:
+        raise InvalidRun(f"{key} = {path!r}: {error}.", remedy="module:name of something installed") from error
+    if not colon or not hasattr(found, name):
+        raise InvalidRun(f"{key} = {path!r}: the module {module} has no {name!r}.", remedy="module:name")
+    made: Callable[..., Any] = getattr(found, name)
+    return made
+
+
+def _nothing(pack: Pack) -> None:
+    return None
+
+
+def _itself(pack: Pack) -> Pack:
+    return pack
+
+
+# ---------------------------------------------------------------------- the run's folder
+
+
+def _check_folder(config: RunConfig) -> None:
+    steps = saved_steps(config.out / CHECKPOINTS)
+    if steps and config.checkpoint.resume == "never":
+        raise InvalidRun(
+            f"{config.out} holds a run at step {steps[-1]} and checkpoint.resume = never.",
+            remedy="another `out`, or checkpoint.resume=auto",
+        )
+
+
+def _note(config: RunConfig, tokenizer: BaseHFModelTokenizer) -> None:
+    """Write what the run is into its folder; a resume under another tokenizer is refused here."""
+    config.out.mkdir(parents=True, exist_ok=True)
+    known = config.out / FINGERPRINT
+    if known.exists() and saved_steps(config.out / CHECKPOINTS):
+        tokenizer.fingerprint.require(Fingerprint.load(known), str(known))
+    tokenizer.fingerprint.save(known)
+    (config.out / CONFIG).write_text(config.yaml(), encoding="utf-8")
+
+
+def _bound(config: RunConfig, model: Decoder, fingerprint: Fingerprint, steps: int) -> dict[str, Any]:
+    """What a resume must agree in."""
+    section = config.model_dump(mode="json")
+    return {
+        "recipe": config.recipe,
+        "loss": section["loss"],
+        "model": repr(replace(model.decoder_config, compile_blocks=False, activation_checkpointing=False)),
+        "tokenizer": fingerprint.model_dump(mode="json", exclude={"versions"}),
+        "optim": {**section["optim"], "lr": config.lr},
+        "steps": steps,
+    }
+
+
+def _exporter(config: RunConfig, tokenizer: BaseHFModelTokenizer) -> Callable[[Trainer], None]:
+    """Writes the result once the last step is made."""
+
+    def export(trainer: Trainer) -> None:
+        if trainer.interrupted:
+            return
+        trainer.model.save_pretrained(config.out / EXPORT, overwrite=True)
+        if trainer.control.first:
+            tokenizer.hf.save_pretrained(config.out / EXPORT)
+            tokenizer.fingerprint.save(config.out / EXPORT / "bestiary_tokenizer.json")
+        trainer.control.wait()
+
+    return export
