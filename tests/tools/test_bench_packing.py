@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bestiary.tools.bench import packing, packing_arms
+from bestiary.tools.bench import packing, packing_arms, producer_memory
 from bestiary.training.data.tokens import IGNORED, Tokens
 
 
@@ -48,3 +48,10 @@ def test_an_epoch_counts_the_time_to_the_first_step() -> None:
     assert packing._goal(samples, "sorted", 1.0, {}, 1000).figure == 2.0
     assert packing._goal(samples, "sorted", 1.0, {"ours": 10.0, "sorted": 20.0}, 1000).figure == 2.0
     assert packing._goal(samples, "sorted", 1.0, {"sorted": 20.0}, 1000).figure == 4.0
+
+
+def test_memory_is_compared_behind_the_start() -> None:
+    """What caches take in the first fifth is no growth, and is in what is held."""
+    filled = [100, *range(200, 1200, 50), *[1200] * 70, *[1203] * 10]
+    watched = producer_memory.Watched(tuple(filled), 1, 1.0)
+    assert (watched.growth, watched.held) == (103, 1103)

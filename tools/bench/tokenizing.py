@@ -1,8 +1,12 @@
 """The data pipeline on one core: rows → records → template → loss mask → tokens, against the tokenizer alone.
 
-Every arm handles the same rows of the heavy-tailed T0 subset and of GSM8K in the same run, with Qwen3's tokenizer and
-chat template, one thread. `bare` encodes the rendered texts and does nothing else; `control` decodes the JSON lines.
-Goal: the pipeline reaches half of the bare tokenizer's tokens per second.
+Every arm handles the same rows in the same run, with Qwen3's tokenizer and chat template, one thread: of the
+heavy-tailed T0 subset, of GSM8K, and of GSM8K cut down to chats of about 64 tokens, where the template costs most
+beside the text. `bare` encodes the rendered texts and does nothing else; `control` decodes the JSON lines. Goal: the
+pipeline reaches half of the bare tokenizer's tokens per second.
+
+Then a producer process packs ten million tokens of T0 and GSM8K. Goals: what it keeps does not grow behind the first
+two million, and is never much more than with the first pack.
 """
 
 from __future__ import annotations
@@ -28,11 +32,13 @@ examples:
 exit codes: 0 the goal holds, 1 it is missed, 5 too noisy to tell, 7 usage or environment"""
 
 BATCH = 64
-# file, columns of prompt and completion, the least share of the bare tokenizer's rate
-CORPORA: tuple[tuple[str, dict[str, str], float], ...] = (
-    ("t0_subset.jsonl.gz", {}, 0.5),
-    ("gsm8k_train.jsonl", {"prompt": "question", "completion": "answer"}, 0.5),
-)
+LEAST = 0.5  # of the bare tokenizer's rate
+T0, GSM8K = "t0_subset.jsonl.gz", "gsm8k_train.jsonl"
+COLUMNS: dict[str, dict[str, str]] = {T0: {}, GSM8K: {"prompt": "question", "completion": "answer"}}
+SHORT = "chats of 64 tokens"
+SHORT_CHARACTERS = 110  # of a question and of an answer
+PACK = 4096
+GROWTH_MB, HELD_MB = 4.0, 32.0  # at most
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,10 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rows", type=at_least(1), default=2000, help="of each file (default 2000)")
     parser.add_argument("--rounds", type=at_least(2), default=4, help="measurements of each arm (default 4)")
+    parser.add_argument(
+        "--tokens", type=at_least(100_000), default=10_000_000, help="to watch a producer's memory over (default 10 M)"
+    )
     args = parser.parse_args(argv)
     folder = args.data or Path(os.environ.get("BESTIARY_REFERENCE_DATA", ".")) / "text"
     try:
-        payload = compare(folder, args.rows, args.rounds, show=args.json != "-")
+        payload = compare(folder, args.rows, args.rounds, args.tokens, show=args.json != "-")
     except (BestiaryError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 7
@@ -54,55 +63,102 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(payload["exit_code"])
 
 
-def compare(folder: Path, rows: int, rounds: int, *, show: bool = True) -> dict[str, Any]:
-    """All arms over all files; the result as JSON values.
+def compare(folder: Path, rows: int, rounds: int, tokens: int, *, show: bool = True) -> dict[str, Any]:
+    """All arms over all files, and the memory of a producer; the result as JSON values.
 
     Raises:
         AssetMissing: the tokenizer was not fetched. OSError: the texts are not there.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from bestiary.tools.bench import producer_memory
     from bestiary.tools.npm_assets import tokenizer_folder
+    from bestiary.training.data.encode import RowEncoder
     from bestiary.training.data.tokenizer import BaseHFModelTokenizer
 
     tokenizer = BaseHFModelTokenizer.from_pretrained(tokenizer_folder("qwen3"))
+    encoders = {
+        file: RowEncoder(tokenizer=tokenizer, kind="completion", columns=columns, as_chat=True)
+        for file, columns in COLUMNS.items()
+    }
+    corpora = {file: (encoders[file], _lines(folder / file, rows)) for file in COLUMNS}
+    corpora[SHORT] = (RowEncoder(tokenizer=tokenizer, kind="chat"), [_short(line) for line in corpora[GSM8K][1]])
     arms: dict[str, Callable[[], measure.Sample]] = {}
-    for file, columns, _ in CORPORA:
-        lines = _lines(folder / file, rows)
-        arms |= {f"{name} {file}": arm for name, arm in _arms(tokenizer, lines, columns).items()}
-    for arm in arms.values():
-        arm()
+    for name, (encoder, lines) in corpora.items():
+        arms |= {f"{arm} {name}": work for arm, work in _arms(encoder, lines).items()}
+    for work in arms.values():
+        work()
     samples = measure.alternate(arms, rounds)
     summaries = measure.summarise(samples)
-    goals = []
-    for file, _, least in CORPORA:
-        each = zip(samples[f"pipeline {file}"], samples[f"bare {file}"], strict=True)
-        shares = [ours["tokens_per_s"] / bare["tokens_per_s"] for ours, bare in each]
-        middle = measure.Summary.of(shares)
-        goals.append(
-            measure.Goal(
-                name=f"pipeline / bare tokenizer, {file}",
-                figure=middle.median,
-                limit=least,
-                at_least=True,
-                low=middle.low,
-                high=middle.high,
-            )
-        )
-    control = summaries[f"control {CORPORA[0][0]}"]["seconds"]
+    watched = producer_memory.watch(_plan(folder, encoders), tokens)
+    goals = [*(_share(samples, name) for name in corpora), *_kept(watched)]
+    control = summaries[f"control {T0}"]["seconds"]
     code = measure.exit_code(goals, control)
     if show:
         for name, quantities in summaries.items():
             rate = quantities["tokens_per_s"]
             print(f"  {name:<34}{rate.median:12,.0f} tokens/s   spread {rate.spread:5.1%}")
+        print(f"  {'one producer, packing':<34}{watched.tokens / watched.seconds:12,.0f} tokens/s")
         measure.print_goals(goals, control, code)
-    versions = measure.versions("transformers", "tokenizers", "jinja2", "pydantic")
-    return measure.report("tokenizing", summaries, goals, code, versions=versions, samples=samples)
+    return measure.report(
+        "tokenizing",
+        summaries,
+        goals,
+        code,
+        versions=measure.versions("transformers", "tokenizers", "jinja2", "pydantic"),
+        samples=samples,
+        producer={
+            "tokens": watched.tokens,
+            "seconds": watched.seconds,
+            "resident_mb": producer_memory.in_megabytes(watched.resident),
+        },
+    )
 
 
-def _arms(tokenizer: Any, lines: list[str], columns: dict[str, str]) -> dict[str, Callable[[], measure.Sample]]:
-    from bestiary.training.data.encode import RowEncoder
+def _share(samples: dict[str, list[measure.Sample]], name: str) -> measure.Goal:
+    each = zip(samples[f"pipeline {name}"], samples[f"bare {name}"], strict=True)
+    share = measure.Summary.of([ours["tokens_per_s"] / bare["tokens_per_s"] for ours, bare in each])
+    return measure.Goal(
+        name=f"pipeline / bare tokenizer, {name}",
+        figure=share.median,
+        limit=LEAST,
+        at_least=True,
+        low=share.low,
+        high=share.high,
+    )
 
-    encoder = RowEncoder(tokenizer=tokenizer, kind="completion", columns=columns, as_chat=True)
+
+def _kept(watched: Any) -> list[measure.Goal]:
+    """What ten million tokens may leave behind in a producer."""
+    million = watched.tokens / 1e6
+    figures = {
+        f"producer's memory, {million:.1f} M tokens over {million / 5:.1f} M, MB": (watched.growth, GROWTH_MB),
+        f"producer's memory, most in {million:.1f} M tokens over the first pack, MB": (watched.held, HELD_MB),
+    }
+    return [measure.Goal(name=name, figure=kept / 2**20, limit=limit) for name, (kept, limit) in figures.items()]
+
+
+def _plan(folder: Path, encoders: dict[str, Any]) -> Any:
+    """The files without an end, one stream."""
+    from bestiary.training.data.plan import Plan
+    from bestiary.training.data.source import Source
+
+    sources = tuple(
+        Source(name=file, files=str(folder / file), encode=encode, on_corrupt="skip", max_corrupt=1_000_000)
+        for file, encode in encoders.items()
+    )
+    return Plan(sources=sources, pack_length=PACK, pad_id=0, overflow="truncate")
+
+
+def _short(line: str) -> str:
+    """A row of GSM8K as a chat of the beginnings of question and answer, at the ends of words."""
+    row = json.loads(line)
+    roles = (("user", row["question"]), ("assistant", row["answer"]))
+    messages = [{"role": role, "content": text[:SHORT_CHARACTERS].rpartition(" ")[0]} for role, text in roles]
+    return json.dumps({"messages": messages})
+
+
+def _arms(encoder: Any, lines: list[str]) -> dict[str, Callable[[], measure.Sample]]:
+    tokenizer = encoder.tokenizer
     groups = [lines[start : start + BATCH] for start in range(0, len(lines), BATCH)]
     names = [f"row {number}" for number in range(BATCH)]
 

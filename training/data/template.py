@@ -14,10 +14,10 @@ from typing import Any
 
 import jinja2
 from pydantic import BaseModel, ConfigDict, Field
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from bestiary.training.data.errors import TemplateRefused
 from bestiary.training.data.messages import Message, Tool, ToolCall
+from bestiary.training.data.sandbox import compiled
 from bestiary.training.data.skeleton import Skeletons
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -166,10 +166,10 @@ class ChatTemplate:
             TemplateRefused: the template's own complaint.
         """
         try:
-            rendered, _ = render_jinja_template(
-                conversations=[list(messages)],
+            return compiled(self.tool_source if tools else self.source).render(
+                messages=list(messages),
                 tools=list(tools) if tools else None,
-                chat_template=self.tool_source if tools else self.source,
+                documents=None,
                 add_generation_prompt=prompt,
                 **self._variables,
             )
@@ -179,8 +179,6 @@ class ChatTemplate:
                 f"{error}",
                 remedy="change the messages, or use another template",
             ) from error
-        text: str = rendered[0]
-        return text
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, *, prompt: bool = False) -> str:
         """The text of a conversation; `prompt` adds the generation prompt. Errors as `render_dicts`."""

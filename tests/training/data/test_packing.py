@@ -1,5 +1,7 @@
 """Packs hold every document once, whole, and within its bounds."""
 
+import weakref
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -7,10 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bestiary.training.data.encoded import encoded
 from bestiary.training.data.errors import InvalidPlan, OverflowRefused
+from bestiary.training.data.formats import Row
 from bestiary.training.data.packing import Candidate, Overflow, Packer, assemble, fit
-from bestiary.training.data.source import Cursor
+from bestiary.training.data.plan import Plan
+from bestiary.training.data.source import Cursor, Source
+from bestiary.training.data.stream import Stream
 from bestiary.training.data.tokens import IGNORED, Tokens
+
+from .rows import lengths, rows_of, write
 
 LENGTH = 16
 
@@ -118,3 +126,26 @@ def test_a_truncated_pair_keeps_both_sides() -> None:
     assert fit((tokens(20, prompt=12), tokens(5)), LENGTH, "truncate", "row 3") == []
     with pytest.raises(InvalidPlan, match="documents that belong together"):
         fit((tokens(20), tokens(5)), LENGTH, "split", "row 3")
+
+
+def test_a_stream_holds_no_more_documents_than_it_looks_through(tmp_path: Path) -> None:
+    """However many have passed: those that wait and the rows of one block."""
+    live: set[int] = set()
+    most = []
+
+    def watched(row: Row) -> Tokens:
+        made = encoded(row)
+        live.add(id(made.input_ids))
+        weakref.finalize(made.input_ids, live.discard, id(made.input_ids))
+        most.append(len(live))
+        return made
+
+    file = write(tmp_path / "rows.jsonl", rows_of(lengths(400, 1, 16)))
+    plan = Plan(
+        sources=(Source(name="a", files=file, encode=watched),), pack_length=16, pad_id=0, look_ahead=8, epochs=None
+    )
+    stream = Stream(plan.listed(), 0)
+    for _ in range(600):
+        stream.next()
+    assert len(most) > 1000
+    assert max(most) <= 8 + 16  # waiting, and at least one token each in the pack that is being filled
