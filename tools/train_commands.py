@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,9 +57,10 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     if args.dry_run:
         return _dry_run(config, quiet=quiet)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    from bestiary.training.progress import reporter
     from bestiary.training.run import run
 
-    outcome = run(config)
+    outcome = run(config, also=(reporter(sys.stdout, quiet=quiet),))
     if not quiet:
         ended = f" ({outcome.stopped})" if outcome.stopped else ""
         print(f"step {outcome.step} of {outcome.steps}{ended} · {config.out}")

@@ -92,6 +92,7 @@ def run(config: RunConfig, *, also: Sequence[Tracker] = ()) -> Outcome:
             project=config.tracking.project,
             config=config.model_dump(mode="json"),
             step=step or 0,
+            steps=trainer.steps,
         )
         tracker = trackers(config.tracking.to, config.out, info, first=first, also=also)
         stack.callback(tracker.close)
