@@ -99,7 +99,8 @@ class PrecisionSection(Section):
 
     Attributes:
         parameters: as kept and updated; None: the checkpoint's. float32 with compute: bfloat16 are master weights.
-        compute: of the blocks' products; None: that of the parameters.   reduce: of gradients between processes.
+        compute: of the blocks' products; None: that of the parameters.   reduce: of gradients between
+            processes, never narrower than what is computed.
     """
 
     parameters: Dtype | None = None

@@ -132,7 +132,7 @@ def prepare(
     ).load()
     recipe = build_recipe(config)
     plan = config.data.plan(tokenizer)
-    _check_data(config.data, recipe, data.size)
+    check_data(config.data, recipe, data.size)
     control = Control(here.control, copies=here.size // data.size)
     trained = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     meter = Throughput(
@@ -207,8 +207,9 @@ def load_model(config: RunConfig, here: Processes, mesh: DeviceMesh) -> Decoder:
     precision, kept = config.precision, model.dtype
     compute = _dtype(precision.compute) or kept
     if here.size > 1 or compute is not kept:
-        # FSDP2 keeps wide parameters and computes in narrow ones, on one process too.
-        parallelize(model, mesh, precision=Precision(None if compute is kept else compute, _dtype(precision.reduce)))
+        # FSDP2 keeps wide parameters and computes in narrow ones, on one process too; sums are as wide as their terms.
+        reduce = torch.promote_types(FLOAT_TYPES[precision.reduce], compute)
+        parallelize(model, mesh, precision=Precision(None if compute is kept else compute, reduce))
     return model
 
 
@@ -231,7 +232,12 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else FLOAT_TYPES[name]
 
 
-def _check_data(data: DataConfig, recipe: Recipe, ranks: int) -> None:
+def check_data(data: DataConfig, recipe: Recipe, ranks: int) -> None:
+    """Refuse sources that the recipe does not train on, and streams that `ranks` processes cannot share.
+
+    Raises:
+        InvalidRun.
+    """
     for source in data.sources:
         if source.kind not in recipe.kinds:
             raise InvalidRun(

@@ -18,7 +18,8 @@ from bestiary.training.checkpoint import saved_steps
 from bestiary.training.config import load_run_config
 from bestiary.training.data.errors import FingerprintChanged
 from bestiary.training.errors import CheckpointRefused, InvalidRun
-from bestiary.training.run import run
+from bestiary.training.recipes.sft import SFT
+from bestiary.training.run import check_data, run
 
 from ..models.tiny import tiny_config
 from .data.conftest import folder
@@ -177,6 +178,12 @@ def test_what_cannot_be_run_is_refused_before_training(whole, place, tmp_path, c
         run(load_run_config(place / "run.json", given, recipe="sft"))
     assert (whole / "config.yaml").read_bytes() == before
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_streams_that_the_processes_cannot_share_are_refused(place):
+    config = load_run_config(place / "run.json", ["out=x"], recipe="sft")
+    with pytest.raises(InvalidRun, match=r"data\.streams = 2 packs a step over 3 processes(.|\n)*a multiple of 3"):
+        check_data(config.data, SFT(), 3)
 
 
 def test_a_changed_run_is_not_taken_for_the_same(whole, place):

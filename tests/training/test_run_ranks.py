@@ -1,0 +1,88 @@
+"""`bestiary sft` in two processes: one curve on any number of them, and one clear end when one of them dies."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bestiary.training.checkpoint import saved_steps
+from bestiary.training.config import load_run_config
+from bestiary.training.run import run
+
+from .test_run import COMMAND, metrics
+from .test_run import place as place  # the fixture
+
+pytestmark = pytest.mark.slow
+CHECKOUT = Path(__file__).parents[2]
+
+
+def start(file, out, *changes, world=2):
+    """The processes of a run, as a launcher starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", "import sys; sys.path.append('.'); " + COMMAND]
+    arguments = ["sft", str(file), f"out={out}", "checkpoint.export=false", *changes]
+    shared = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        subprocess.Popen(
+            [*command, *arguments],
+            cwd=CHECKOUT,
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+def ended(processes):
+    """Exit codes and errors."""
+    told = [process.communicate(timeout=120)[1] for process in processes]
+    return [process.returncode for process in processes], told
+
+
+class Once:
+    """Asks the run to stop after its first step."""
+
+    def on_step(self, trainer, values):
+        trainer.interruption.by = "the test"
+
+
+def curve(out, name="loss"):
+    return [row[name] for row in metrics(out) if name in row]
+
+
+def test_two_processes_then_one_then_two_train_as_one_does(place, tmp_path):
+    """In float64: the world size changes at every resume, one process is killed on the way, the curve stays."""
+    exact = ["precision.parameters=float64", "loop.timeout_s=60"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    config = [*exact, f"out={whole}", "checkpoint.export=false"]
+    run(load_run_config(place / "run.json", config, recipe="sft"))
+
+    processes = start(place / "run.json", parts, *exact, "loop.callbacks=[tests.training.test_run:Slow]")
+    while len(saved_steps(parts / "checkpoints")) < 2 and all(process.poll() is None for process in processes):
+        time.sleep(0.05)
+    processes[1].send_signal(signal.SIGKILL)
+    codes, told = ended(processes)
+    assert codes == [7, -signal.SIGKILL], told
+    assert "RankLost: another process of the run died" in told[0]
+    reached = saved_steps(parts / "checkpoints")[-1]
+    assert 2 <= reached < 6
+
+    changes = [*config[:2], f"out={parts}", config[-1], "loop.callbacks=[tests.training.test_run_ranks:Once]"]
+    outcome = run(load_run_config(place / "run.json", changes, recipe="sft"))
+    assert (outcome.resumed, outcome.step) == (reached, min(6, reached + 2))  # heard before the step that follows
+
+    codes, told = ended(start(place / "run.json", parts, *exact))
+    assert codes == [0, 0], told
+    assert curve(parts) == pytest.approx(curve(whole), rel=1e-9)
+    assert curve(parts, "grad_norm") == pytest.approx(curve(whole, "grad_norm"), rel=1e-9)
+    assert curve(parts, "eval/loss") == pytest.approx(curve(whole, "eval/loss"), rel=1e-9)
+    assert [row["step"] for row in metrics(parts) if "loss" in row] == [1, 2, 3, 4, 5, 6]
