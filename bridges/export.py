@@ -27,9 +27,19 @@ from bestiary.bridges.peft import save_adapter
 from bestiary.bridges.plan import Plan, Transfer
 from bestiary.bridges.score import head_to_hf, without_labels
 from bestiary.bridges.storage import INDEX, SafetensorsSource, read_rows
-from bestiary.bridges.writing import Entry, staged, write_checkpoint, write_file, write_index, write_json
+from bestiary.bridges.together import first_writes
+from bestiary.bridges.writing import (
+    Entry,
+    staged,
+    write_checkpoint,
+    write_file,
+    write_index,
+    write_json,
+    writing_order,
+)
 from bestiary.models.config import DecoderConfig, HeadKind
 from bestiary.models.lora import sites
+from bestiary.models.sharding import is_spread, whole
 
 if TYPE_CHECKING:
     from bestiary.bridges.bridge import Bridge
@@ -47,6 +57,9 @@ def save_decoder(
     into: str | Path | None = None,
 ) -> Path:
     """Write `model` as a checkpoint folder, with LoRA as a PEFT folder; it appears whole or not at all.
+
+    Of a model that is spread over processes all call this; parameters are gathered one after the other, and the first
+    process writes.
 
     Args:
         overwrite: replace the checkpoint in a folder that has content; other files stay.
@@ -66,6 +79,11 @@ def save_decoder(
     target = Path(path)
     if model.decoder_config.lora is not None and not merge:
         return _save_adapter(bridge, model, target, overwrite=overwrite, into=into)
+    if into is not None and is_spread(model.parameters()):
+        raise UnsupportedLoad(
+            f"into = {into!r} for a model that is spread over processes.",
+            remedy="save without it, load the result in one process, and save that with into=",
+        )
     if into is not None:
         return _splice(bridge, model, Path(into), target, overwrite=overwrite)
     tensors = _tensors(bridge, model, bridge.plan_export(model.decoder_config))
@@ -92,13 +110,20 @@ def save_from(
 def _write(
     bridge: Bridge, model: Decoder, tensors: _Tensors, target: Path, *, overwrite: bool, max_shard_size: int | str
 ) -> Path:
-    config = _config_to_write(bridge, model)
-    with staged(target, overwrite=overwrite) as folder:
-        write_checkpoint(folder, tensors.entries, tensors.supply, max_shard_size=max_shard_size)
-        write_json(folder / CONFIG, config)
-        generation = _generation_to_write(model)
-        if generation is not None:
-            write_json(folder / GENERATION, generation)
+    config, generation = _config_to_write(bridge, model), _generation_to_write(model)
+
+    def write(supply: Callable[[str], Tensor]) -> None:
+        with staged(target, overwrite=overwrite) as folder:
+            write_checkpoint(folder, tensors.entries, supply, max_shard_size=max_shard_size)
+            write_json(folder / CONFIG, config)
+            if generation is not None:
+                write_json(folder / GENERATION, generation)
+
+    if is_spread(tensors.parameters.values()):
+        order = writing_order(tensors.entries, max_shard_size=max_shard_size)
+        first_writes(target, write, tensors.supply, order, overwrite=overwrite)
+    else:
+        write(tensors.supply)
     return target
 
 
@@ -121,7 +146,8 @@ def _save_adapter(bridge: Bridge, model: Decoder, target: Path, *, overwrite: bo
 def named_hf_tensors(bridge: Bridge, model: Decoder, *, merge_lora: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Hub names and tensors, one at a time, in the model's order.
 
-    A tied head is left out. A tensor that needs no rearranging is a view of the parameter.
+    A tied head is left out. A tensor that needs no rearranging is a view of the parameter. Of a model that is spread
+    over processes all of them iterate together, and each is given every tensor, gathered.
 
     Args:
         merge_lora: add the adapters, out of place; False gives the base weights.
@@ -160,7 +186,7 @@ class _Tensors:
         adapted = [site for site in sites(model) if merge and site.adapter is not None]
         self._adapted = {site.weight_name: site for site in adapted}
         self._transfers = {transfer.hub.name: transfer for transfer in plan.transfers}
-        self._merged: tuple[str, Tensor] | None = None
+        self._made: tuple[str, Tensor] | None = None
         self.entries = [Entry(name, t.hub.shape, self._dtype(t)) for name, t in self._transfers.items()]
 
     @torch.no_grad()
@@ -180,12 +206,14 @@ class _Tensors:
         return self._dtypes[transfer.pieces[0][0]]
 
     def _parameter(self, native: str) -> Tensor:
-        """The parameter, its adapter added if there is one; the last merged one is kept for the next expert."""
-        if native not in self._adapted:
+        """The parameter, gathered, its adapter added if it has one; the last one made is kept for the next expert."""
+        if native not in self._adapted and not is_spread((self.parameters[native],)):
             return self.parameters[native]
-        if self._merged is None or self._merged[0] != native:
-            self._merged = native, self._adapted[native].merged()
-        return self._merged[1]
+        if self._made is None or self._made[0] != native:
+            self._made = None  # let go first
+            site = self._adapted.get(native)
+            self._made = native, whole(self.parameters[native]) if site is None else site.merged()
+        return self._made[1]
 
 
 # ------------------------------------------------------------------------------------------------------ configs

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib.metadata import entry_points
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from bestiary.bridges.errors import (
     CheckpointNotFound,
@@ -29,6 +33,7 @@ from bestiary.bridges.plan import Plan, Transfer
 from bestiary.bridges.score import warn_fresh, with_head
 from bestiary.bridges.storage import SafetensorsSource, TensorSource, read_json, read_rows
 from bestiary.models.config import HeadKind, LoRAConfig
+from bestiary.models.sharding import is_spread, own_box, own_part
 
 if TYPE_CHECKING:
     from bestiary.bridges.bridge import Bridge
@@ -71,6 +76,8 @@ def load_checkpoint(
         src: a folder, or a hub id (`revision`: branch, tag or commit there).
         dtype: of the parameters ("bfloat16" will do); None or "auto": what the config states, else that of the stored
             embedding.
+        mesh: processes to spread the model over, all of which call this, or a function that spreads a model on meta;
+            each reads only its part, onto the mesh's device. The model is never whole anywhere.
         lora: adapters to build in, the base frozen: fresh ones (B zero), or those of a PEFT folder or hub id.
         cls: the family class that was asked for.
         name: what to remember as `name_or_path`; None: `src`.
@@ -79,9 +86,9 @@ def load_checkpoint(
     Raises:
         bestiary.bridges.errors: see each; nothing is returned half-loaded.
     """
-    if mesh is not None or backend != "native":
-        option = f"mesh = {mesh!r}" if mesh is not None else f"backend = {backend!r}"
-        raise UnsupportedLoad(f"{option} is not implemented.", remedy="leave it out: one device, the native backend")
+    if backend != "native":
+        raise UnsupportedLoad(f"backend = {backend!r} is not implemented.", remedy='leave it out, or backend="hf"')
+    spread = None if mesh is None else spreading(mesh)
     asked, device = float_type(dtype), usable_device(device)
     if not (lora is None or isinstance(lora, LoRAConfig | str | Path)):
         raise UnsupportedLoad(
@@ -106,6 +113,9 @@ def load_checkpoint(
         if adapter is not None:
             config = config.with_(lora=adapter.lora_for(chosen))
         model = family(config, dtype=chosen, device="meta")
+        if spread is not None:
+            spread(model)
+            device = device_of(model)
         model.to_empty(device=device)
         fill(model, source, plan)
     if adapter is not None:
@@ -123,32 +133,70 @@ def remember(model: Decoder, folder: Path, json: Mapping[str, Any], name: str) -
     model.hf_generation_config_json = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else None
 
 
+def spreading(mesh: Any) -> Callable[[Decoder], object]:
+    """What spreads a model over `mesh`: the function itself, or `training.parallel.parallelize` with its defaults.
+
+    It is reached by the entry point `bestiary.parallel`, for nothing down here knows about training.
+
+    Raises:
+        UnsupportedLoad: neither a mesh nor a function.
+    """
+    if callable(mesh):
+        return cast(Callable[["Decoder"], object], mesh)
+    if not isinstance(mesh, DeviceMesh):
+        raise UnsupportedLoad(
+            f"mesh = {mesh!r} is a {type(mesh).__name__}.",
+            remedy="bestiary.training.parallel.build_mesh() makes one; or pass a function that spreads a model",
+        )
+    points = {point.name: point for point in entry_points(group="bestiary.parallel")}
+    if "parallelize" not in points:
+        raise UnsupportedLoad(
+            "mesh = … and no entry point bestiary.parallel: parallelize.", remedy="install bestiary again (pip install)"
+        )
+    return partial(points["parallelize"].load(), mesh=mesh)
+
+
+def device_of(model: Decoder) -> torch.device:
+    """Where the parts of a spread model belong: the device of its mesh, of an accelerator the current one."""
+    meshes = (p.device_mesh.device_type for p in model.parameters() if isinstance(p, DTensor))
+    return torch.device(next(meshes, "cpu"))
+
+
 @torch.no_grad()
 def fill(model: Decoder, source: TensorSource, plan: Plan) -> None:
     """Write every parameter of `model` from `source`, each element once; initialise fresh adapters.
 
     Tensors are read in the order of the file: straight into the parameter's memory where dtype and layout agree, and
-    otherwise through a scratch of some 32 MiB per reader.
+    otherwise through a scratch of some 32 MiB per reader. Of a model that is spread over processes each reads the rows
+    that hold something of its parts, in a scratch no larger than the largest of them; the model is one already given
+    its memory.
 
     Raises:
         TiedHeadMismatch: a stored head differs from the embedding it is tied to.
         KeyMismatch: an element was written twice or not at all (a bug of a rule, caught here).
     """
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    fill_parameters(parameters, source, plan)
+    named = dict(model.named_parameters())
+    parts, chunk = {name: own_part(parameter) for name, parameter in named.items()}, _CHUNK
+    mine = plan
+    if is_spread(named.values()):
+        mine = plan.within({name: own_box(parameter) for name, parameter in named.items()})
+        chunk = min(_CHUNK, max(part.nbytes for part in parts.values()) // (4 * _READERS))
+    fill_parameters(parts, source, mine, chunk)
     model.init_weights(torch.initial_seed() % 2**31, only=frozenset(plan.fresh))
     if plan.duplicate_head is not None:
-        compare_head(source, plan, parameters)
+        compare_head(source, plan, chunk)
 
 
 @torch.no_grad()
-def fill_parameters(parameters: Mapping[str, Tensor], source: TensorSource, plan: Plan) -> None:
+def fill_parameters(parameters: Mapping[str, Tensor], source: TensorSource, plan: Plan, chunk: int = _CHUNK) -> None:
     """Write `parameters`, those of a model or of a part of it, by the items of `plan`, which name no others.
 
+    Args:
+        chunk: bytes of a hub tensor that a reader holds; a row, if that is more.
     Raises:
         KeyMismatch: an element was written twice or not at all (a bug of a rule, caught here).
     """
-    tasks = sorted(_tasks(source, plan), key=lambda task: _position(source, task[0].hub, task[1]))
+    tasks = sorted(_tasks(plan, chunk), key=lambda task: _position(source, task[0].hub, task[1]))
     written: Counter[str] = Counter()
     if sum(p.numel() for p in parameters.values()) <= _FEW:
         for task in tasks:
@@ -212,13 +260,14 @@ def stored_dtype(plan: Plan, source: TensorSource) -> torch.dtype:
     return next(source.infos[t.hub.name].dtype for t in plan.transfers if not t.hub.packed)
 
 
-def _tasks(source: TensorSource, plan: Plan) -> Iterator[tuple[Transfer, int, int]]:
-    """Each hub tensor in ranges of rows of at most a chunk."""
+def _tasks(plan: Plan, chunk: int) -> Iterator[tuple[Transfer, int, int]]:
+    """The rows of each hub tensor that somebody wants, in ranges of at most a chunk."""
     for transfer in plan.transfers:
-        rows = transfer.hub.shape[0]
+        wanted = [piece.source[0] for _, piece in transfer.pieces]
+        first, rows = min(rows.start for rows in wanted), max(rows.stop for rows in wanted)
         row_bytes = max(1, prod(transfer.hub.shape[1:]) * 2)
-        step = max(1, _CHUNK // row_bytes)
-        for start in range(0, rows, step):
+        step = max(1, chunk // row_bytes)
+        for start in range(first, rows, step):
             yield transfer, start, min(rows, start + step)
 
 
@@ -232,6 +281,8 @@ def _copy(
 ) -> Counter[str]:
     """Rows [start, stop) of one hub tensor to where they belong; the number of elements written per parameter."""
     parts = [(native, part) for native, piece in transfer.pieces if (part := piece.rows(start, stop)) is not None]
+    if not parts:  # between rows that others own
+        return Counter()
     native, part = parts[0]
     target = parameters[native][part.dest]
     if len(parts) == 1 and _direct(source, part, target):
@@ -265,13 +316,13 @@ def _rows(source: TensorSource, hub: HubTensor, start: int, stop: int) -> Tensor
     return dequantize(*stored, name=hub.name, read_from=source.place(f"{hub.name}_scales"), first=start)
 
 
-def compare_head(source: TensorSource, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
-    """Refuse a stored head that is not, bit for bit, the stored embedding."""
+def compare_head(source: TensorSource, plan: Plan, chunk: int = _CHUNK) -> None:
+    """Refuse a stored head that is not, bit for bit, the stored embedding; `chunk` bytes of each at a time."""
     assert plan.duplicate_head is not None
     head, native = plan.duplicate_head
     embedding = next(t.hub.name for t in plan.transfers if t.pieces[0][0] == native)
     info = source.infos[head]
-    step = max(1, _CHUNK // info.row_bytes)
+    step = max(1, chunk // info.row_bytes)
     for start in range(0, info.num_rows, step):
         stop = min(info.num_rows, start + step)
         ours = read_rows(source, embedding, start, stop)

@@ -13,7 +13,7 @@ Where a weight lies on the other side follows from the bridge's `module_map` and
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -27,9 +27,11 @@ from bestiary.bridges.low_rank import Factors, factors_to_hub, tensor_in_module
 from bestiary.bridges.peft_config import peft_json, shortest_endings
 from bestiary.bridges.rules import Captures, Expression, canonical, fill
 from bestiary.bridges.score import SCORE_WEIGHT
+from bestiary.bridges.together import first_writes
 from bestiary.bridges.writing import Entry, staged, write_file, write_json
 from bestiary.models.config import HeadKind
 from bestiary.models.lora import ADAPTER_LEAVES, Site, sites
+from bestiary.models.sharding import is_spread, whole
 
 if TYPE_CHECKING:
     from bestiary.bridges.bridge import Bridge
@@ -126,7 +128,7 @@ def save_adapter(bridge: Bridge, model: Decoder, path: Path, *, overwrite: bool 
     tensors = dict(_tensors(adapted))
     scores = model.decoder_config.head is HeadKind.SCORE
     if scores:
-        tensors[SCORE_KEY] = model.get_parameter(SCORE_WEIGHT).detach()
+        tensors[SCORE_KEY] = whole(model.get_parameter(SCORE_WEIGHT))
     values = {place.target: place.site.adapter.config for place in adapted if place.site.adapter is not None}
     on_parameters = [name for place in adapted if (name := place.target) and place.as_parameter]
     r, alpha = commonest((values[name].r, values[name].alpha) for name in on_parameters or values)
@@ -146,9 +148,16 @@ def save_adapter(bridge: Bridge, model: Decoder, path: Path, *, overwrite: bool 
         scores=scores,
     )
     entries = [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-    with staged(path, overwrite=overwrite) as folder:
-        write_file(folder / ADAPTER_WEIGHTS, entries, tensors.__getitem__)
-        write_json(folder / ADAPTER_CONFIG, config)
+
+    def write(supply: Callable[[str], Tensor]) -> None:
+        with staged(path, overwrite=overwrite) as folder:
+            write_file(folder / ADAPTER_WEIGHTS, entries, supply)
+            write_json(folder / ADAPTER_CONFIG, config)
+
+    if is_spread(model.parameters()):
+        first_writes(path, write, tensors.__getitem__, list(tensors), overwrite=overwrite)
+    else:
+        write(tensors.__getitem__)
     return path
 
 
@@ -182,7 +191,7 @@ def _tensors(adapted: Iterable[Place]) -> Iterator[tuple[str, Tensor]]:
             adapter, expression = place.site.adapter, place.in_module
             assert adapter is not None
             assert expression is not None
-            factors = factors_to_hub(expression, Factors(adapter.lora_A.detach(), adapter.lora_B.detach()))
+            factors = factors_to_hub(expression, Factors(whole(adapter.lora_A), whole(adapter.lora_B)))
             stem = f"{PREFIX}{module}" + ".base_layer" * (len(inside) - 1 - position)
             yield f"{stem}.lora_A.weight", factors.A.flatten(0, -2)
             B = factors.B if not place.experts else factors.B.permute(1, 2, 0).flatten(1)

@@ -35,6 +35,7 @@ from bestiary.bridges.score import SCORE_WEIGHT
 from bestiary.bridges.storage import SafetensorsSource, TensorInfo, read_json, read_rows
 from bestiary.models.config import DecoderConfig, HeadKind, LoRAConfig
 from bestiary.models.lora import adapter, sites
+from bestiary.models.sharding import put
 
 if TYPE_CHECKING:
     from bestiary.bridges.bridge import Bridge
@@ -120,10 +121,10 @@ class AdapterFile:
                 assert found is not None
                 tensors = {key: read_rows(source, key, 0, source.infos[key].num_rows) for key in part.stored()}
                 factors = part.factors(tensors)
-                found.lora_A.copy_(factors.A)
-                found.lora_B.copy_(factors.B)
+                put(found.lora_A, factors.A)
+                put(found.lora_B, factors.B)
             if self.num_labels is not None:
-                model.get_parameter(SCORE_WEIGHT).copy_(read_rows(source, SCORE_KEY, 0, self.num_labels))
+                put(model.get_parameter(SCORE_WEIGHT), read_rows(source, SCORE_KEY, 0, self.num_labels))
 
 
 def read_peft_config(folder: Path) -> PeftConfig:

@@ -15,7 +15,7 @@ from math import prod
 import torch
 
 from bestiary.bridges.errors import InvalidRules, KeyMismatch, UnsupportedConfig
-from bestiary.bridges.pieces import HubTensor, Piece, Shape, extent
+from bestiary.bridges.pieces import Box, HubTensor, Piece, Shape, extent
 from bestiary.bridges.rules import Ignore, RuleSet, canonical
 from bestiary.bridges.score import SCORE_WEIGHT
 from bestiary.bridges.storage import TensorInfo
@@ -107,6 +107,14 @@ class Plan:
             for piece in item.pieces:
                 grouped.setdefault(piece.hub, []).append((item.native, piece))
         return tuple(Transfer(hub, tuple(pieces)) for hub, pieces in grouped.items())
+
+    def within(self, boxes: Mapping[str, Box]) -> Plan:
+        """What of it fills these parts of the parameters, one box for each."""
+        cut = [
+            replace(item, pieces=tuple(part for piece in item.pieces if (part := piece.within(boxes[item.native]))))
+            for item in self.items
+        ]
+        return replace(self, items=tuple(cut))
 
     @property
     def layouts(self) -> dict[str, str]:

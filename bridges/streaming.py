@@ -74,7 +74,7 @@ def stored_parameters(bridge: Bridge, src: str | Path) -> Iterator[tuple[Decoder
         remember(model, folder, json, str(src))
         parameters = StoredParameters(model, source, plan)
         if plan.duplicate_head is not None:
-            compare_head(source, plan, parameters)
+            compare_head(source, plan)
         yield model.eval(), parameters
 
 

@@ -61,6 +61,11 @@ def write_checkpoint(
     write_index(folder, weight_map, sum(entry.nbytes for entry in entries))
 
 
+def writing_order(entries: Sequence[Entry], *, max_shard_size: int | str = "5GB") -> list[str]:
+    """Names in the order in which `write_checkpoint` asks for them."""
+    return [entry.name for shard in _split(entries, parse_size(max_shard_size)) for entry in _aligned(shard)]
+
+
 def write_index(folder: Path, weight_map: dict[str, str], total_size: int) -> None:
     """Write the index of a sharded checkpoint."""
     write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))})
@@ -68,7 +73,7 @@ def write_index(folder: Path, weight_map: dict[str, str], total_size: int) -> No
 
 def write_file(path: Path, entries: Iterable[Entry], supply: Callable[[str], Tensor]) -> None:
     """Write one safetensors file: the header first, then each tensor as `supply` gives it."""
-    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)  # wide types first keeps every offset aligned
+    ordered = _aligned(entries)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in ordered:
@@ -88,6 +93,11 @@ def write_file(path: Path, entries: Iterable[Entry], supply: Callable[[str], Ten
                 )
             if tensor.numel():
                 file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _aligned(entries: Iterable[Entry]) -> list[Entry]:
+    """Wide types first: that keeps every offset aligned."""
+    return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -129,6 +139,19 @@ def _split(entries: Sequence[Entry], limit: int) -> Iterator[list[Entry]]:
     yield shard
 
 
+def check_free(path: Path, *, overwrite: bool) -> None:
+    """Refuse a folder that must not be written to.
+
+    Raises:
+        FolderNotEmpty: see `staged`.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())) and not (overwrite and path.is_dir()):
+        raise FolderNotEmpty(
+            f"{path} {'is not empty' if path.is_dir() else 'is a file'}.",
+            remedy="choose another folder, or pass overwrite=True (--overwrite) to replace the checkpoint in it",
+        )
+
+
 @contextmanager
 def staged(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """A temporary folder beside `path`; its files move to `path` at the end, and vanish on an error.
@@ -139,11 +162,7 @@ def staged(path: Path, *, overwrite: bool) -> Iterator[Path]:
         FolderNotEmpty: `path` has content and `overwrite` is False, or `path` is a file.
         UnsupportedLoad: its parent is a file, or closed to us.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())) and not (overwrite and path.is_dir()):
-        raise FolderNotEmpty(
-            f"{path} {'is not empty' if path.is_dir() else 'is a file'}.",
-            remedy="choose another folder, or pass overwrite=True (--overwrite) to replace the checkpoint in it",
-        )
+    check_free(path, overwrite=overwrite)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))

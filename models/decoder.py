@@ -36,6 +36,7 @@ from bestiary.models.layers.score import ScoreHead, last_tokens
 from bestiary.models.lora import ADAPTER_LEAVES, Adaptable, check_targets, reset_adapter, sites
 from bestiary.models.output import DecoderOutput
 from bestiary.models.protocol import TrainerProtocol
+from bestiary.models.sharding import is_spread, put
 
 RopeTables = dict[object, tuple[Tensor, Tensor]]
 
@@ -303,7 +304,8 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
             only: names of the parameters to draw; None: all.
 
         Each parameter draws from a generator of its own, seeded by `seed` and its name, so a model built on meta, in
-        parts or in another order gets the same values.
+        parts or in another order gets the same values. Of a parameter that lies in parts on several processes each
+        draws all and keeps its own, one parameter after the other.
         """
         norms = {f"{n}.weight" for n, module in self.named_modules() if isinstance(module, RMSNorm)}
         with torch.no_grad():
@@ -311,14 +313,22 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
                 if only is not None and name not in only:
                     continue
                 generator = torch.Generator(parameter.device).manual_seed(seed_of(name, seed))
+                spread = is_spread((parameter,))
+                drawn = (
+                    torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                    if spread
+                    else parameter
+                )
                 if name in norms:
-                    parameter.fill_(0.0 if self.decoder_config.norm.plus_one else 1.0)
+                    drawn.fill_(0.0 if self.decoder_config.norm.plus_one else 1.0)
                 elif name.endswith("bias"):
-                    parameter.zero_()
+                    drawn.zero_()
                 elif name.endswith(ADAPTER_LEAVES):
-                    reset_adapter(name, parameter, generator)
+                    reset_adapter(name, drawn, generator)
                 else:
-                    parameter.normal_(0.0, self.decoder_config.initializer_range, generator=generator)
+                    drawn.normal_(0.0, self.decoder_config.initializer_range, generator=generator)
+                if spread:
+                    put(parameter, drawn)
 
     def _freeze_base(self) -> None:
         lora = self.decoder_config.lora
@@ -343,6 +353,11 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         """
         if self.decoder_config.lora is None:
             raise InvalidConfig("merge_lora() on a model without LoRA.", remedy="merge once, with `lora` in the config")
+        if is_spread(self.parameters()):
+            raise InvalidConfig(
+                "merge_lora() on a model that is spread over processes.",
+                remedy="save_pretrained(path, merge=True) writes the merged model, named_hf_tensors() its tensors",
+            )
         for site in sites(self):
             if site.adapter is not None:
                 with torch.no_grad():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from bestiary.models.config import DecoderConfig, LoRAConfig
 from bestiary.models.errors import InvalidConfig
+from bestiary.models.sharding import whole
 
 ADAPTER_LEAVES = ("lora_A", "lora_B")  # endings of the parameters that are adapters
 
@@ -75,10 +76,14 @@ class Site:
     takes_dropout: bool = True
 
     def merged(self) -> Tensor:
-        """The weight with its adapter added, out of place; without an adapter the weight itself. No gradient."""
+        """The weight with its adapter added, out of place; without an adapter the weight itself. No gradient.
+
+        One that lies in parts is gathered: all processes call this together.
+        """
         if self.adapter is None:
-            return self.weight.detach()
-        return merge_delta(self.weight, self.adapter.lora_A, self.adapter.lora_B, self.adapter.config.scaling)
+            return whole(self.weight)
+        A, B = whole(self.adapter.lora_A), whole(self.adapter.lora_B)
+        return merge_delta(whole(self.weight), A, B, self.adapter.config.scaling)
 
 
 class Adaptable(ABC):

@@ -86,7 +86,10 @@ class TrainerProtocol:
                 names its base.
             dtype: of the parameters, also by name ("bfloat16"); None: the checkpoint's.
             lora: adapters to build in, the base frozen: a LoRAConfig for fresh ones, or a PEFT folder or hub id.
-            mesh: device mesh to shard over.   backend: "native".   revision: branch, tag or commit on the hub.
+            mesh: processes to spread the model over, from `bestiary.training.parallel.build_mesh`: each reads only its
+                part, onto the mesh's device. Or a function that spreads a model on meta, for a plan or a precision:
+                `partial(parallelize, mesh=mesh, plan=plan)`.
+            backend: "native".   revision: branch, tag or commit on the hub.
             head: "score": a reward model. **Of a causal checkpoint it takes the backbone alone: `score.weight`, of one
                 label, is drawn at random by torch's seed, and a FreshHeadWarning says so; train it before use.**
                 "lm": a language model, refused of a reward model. None: what `architectures` in config.json says.

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from bestiary.models import Decoder, LoRAConfig
 from bestiary.models.config import MLA, QKNorm, QKNormSpan, Router, RouterKind, SharedExpert
+from bestiary.models.sharding import whole
 from bestiary.training.errors import ParallelRefused
 from bestiary.training.parallel import build_mesh, clip_grad_norm, data_parallel, parallelize
 from tests.models.tiny import tiny, tiny_config, tokens
 
-WORLD, LENGTH, BOUND = 2, 13, 0.05
-IDS = tokens(WORLD, LENGTH)
-STARTS = ((0, 5, 6), (0, 9))  # of the documents packed into each row
+WORLD, ROWS, LENGTH, BOUND = 2, 4, 13, 0.05
+IDS = tokens(ROWS, LENGTH)
+STARTS = ((0, 5, 6), (0, 9), (0, 2, 4, 11), (0,))  # of the documents packed into each row
 QWEN3, QWEN3_MOE = tiny_config("qwen3"), tiny_config("qwen3_moe")
 LATENT = MLA(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=12, v_head_dim=10, norm_eps=1e-6, q_lora_rank=14)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # what the four families do not have
@@ -48,6 +48,12 @@ MESHES: dict[str, dict[str, int]] = {
     "replicated": {"replicate": 2, "shard": 1},
     "tensor": {"tensor": 2},
     "expert": {"expert": 2},
+    # of four processes
+    "replicated and sharded": {"replicate": 2, "shard": 2},
+    "tensor and sharded": {"tensor": 2, "shard": 2},
+    "tensor and replicated": {"tensor": 2, "replicate": 2, "shard": 1},
+    "tensor and expert": {"tensor": 2, "expert": 2},
+    "expert and sharded": {"expert": 2, "shard": 2},
 }
 
 
@@ -73,7 +79,7 @@ class Case:
 
 CASES = tuple(
     Case(family, mesh, lora, tied)
-    for mesh in MESHES
+    for mesh in ("sharded", "replicated", "tensor", "expert")
     for family in FAMILIES
     for lora, tied in ((False, True), (True, False), (False, False))
     if not (mesh == "expert" and family in ("qwen3", "gemma3"))
@@ -83,8 +89,8 @@ CASES += tuple(Case("shared expert, groups", mesh) for mesh in ("sharded", "expe
 
 
 def positions() -> Tensor:
-    """(WORLD, LENGTH), restarting where a document does."""
-    rows = torch.arange(LENGTH).repeat(WORLD, 1)
+    """(ROWS, LENGTH), restarting where a document does."""
+    rows = torch.arange(LENGTH).repeat(ROWS, 1)
     for row, starts in zip(rows, STARTS, strict=True):
         for start in starts:
             row[start:] = torch.arange(LENGTH - start)
@@ -109,12 +115,7 @@ def scored(model: Decoder, rows: slice) -> Tensor:
 
 def units() -> int:
     """Targets of the whole batch: every token but the first of each document."""
-    return WORLD * LENGTH - sum(len(starts) for starts in STARTS)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of it, on every rank."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return ROWS * LENGTH - sum(len(starts) for starts in STARTS)
 
 
 def gradients(model: Decoder) -> dict[str, Tensor]:
@@ -127,7 +128,8 @@ def result(case: Case) -> dict[str, Any]:
     mesh = build_mesh(**MESHES[case.mesh])
     data = data_parallel(mesh)
     model = parallelize(case.model(), mesh)
-    rows = slice(data.rank, data.rank + 1) if data.size > 1 else slice(None)
+    share = ROWS // data.size
+    rows = slice(data.rank * share, (data.rank + 1) * share)
     found = step(model, rows, data.size / units())
     if data.group is not None:
         dist.all_reduce(found["loss"], group=data.group)

@@ -1,0 +1,47 @@
+"""Parameters that lie in parts on several processes: which part is here, and all of it together."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+Box = tuple[slice, ...]
+
+
+def own_part(parameter: Tensor) -> Tensor:
+    """What of a parameter is here, as a plain tensor on the same memory; all of it if it is no DTensor."""
+    parameter = parameter.detach()
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def own_box(parameter: Tensor) -> Box:
+    """Where `own_part` lies in the parameter: one slice (step 1) an axis."""
+    if not isinstance(parameter, DTensor):
+        return tuple(slice(0, size, 1) for size in parameter.shape)
+    shape, first = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(start, start + size, 1) for start, size in zip(first, shape, strict=True))
+
+
+def is_spread(parameters: Iterable[Tensor]) -> bool:
+    """Whether any of them lies in parts; then `whole` is a call that all processes make together."""
+    return any(isinstance(parameter, DTensor) for parameter in parameters)
+
+
+@torch.no_grad()
+def whole(parameter: Tensor) -> Tensor:
+    """All of a parameter, gathered where it lies in parts, without a graph. All processes call it in one order."""
+    parameter = parameter.detach()
+    if not isinstance(parameter, DTensor):
+        return parameter
+    for dim in range(parameter.device_mesh.ndim):  # one after the other: torch warns where it has to decide so itself
+        placements = (Replicate(),) * (dim + 1) + tuple(parameter.placements[dim + 1 :])
+        parameter = parameter.redistribute(placements=placements)
+    return parameter.to_local()
+
+
+@torch.no_grad()
+def put(parameter: Tensor, value: Tensor) -> None:
+    """Write `value`, all of it, into `parameter`, of which each process keeps its part."""
+    own_part(parameter).copy_(value[own_box(parameter)])
