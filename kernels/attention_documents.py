@@ -23,6 +23,8 @@ from bestiary.kernels.precision import at_least_fp32
 # Queries of one fused call. Small blocks waste little on keys above the diagonal or left of the window: with 64 rows
 # plain causal attention is a fifth faster than in torch's own causal call forward, and a third backward.
 BLOCK = 64
+# Keys of one fused backward call: its gradients of keys and values are temporaries, of this many rows at most.
+KEYS = 256
 ALL_ROWS = -1
 SCATTERED_ROWS = -2  # all rows, alike and scattered; below it −3 − row: one scattered row
 
@@ -145,6 +147,7 @@ def _attend(
             q[rows, :, queries], k[rows, :, keys], v[rows, :, keys], 0.0, False, attn_mask=visible, scale=scale
         )
         out[rows, :, queries], lse[rows, :, queries] = block
+        del block
     if sinks is not None:
         logits = sinks.to(lse.dtype)[:, None]
         out.mul_(torch.sigmoid(lse - logits)[..., None])
@@ -190,21 +193,20 @@ def _attend_backward(
     wide = at_least_fp32(k.dtype)
     dk, dv = _empty_like_tokens_first(k, wide).zero_(), _empty_like_tokens_first(v, wide).zero_()
     for rows, queries, keys, visible in mask.blocks():
-        block_dq, block_dk, block_dv = _fused_backward(
-            grad[rows, :, queries],
-            q[rows, :, queries],
-            k[rows, :, keys],
-            v[rows, :, keys],
-            out[rows, :, queries],
-            lse[rows, :, queries],
-            0.0,
-            False,
-            attn_mask=visible,
-            scale=scale,
-        )
-        dq[rows, :, queries] = block_dq
-        dk[rows, :, keys] += block_dk
-        dv[rows, :, keys] += block_dv
+        own = tuple(x[rows, :, queries] for x in (out, lse))
+        upstream, own_q, own_dq = (x[rows, :, queries] for x in (grad, q, dq))
+        for part in _pieces(keys):
+            seen = visible[:, part.start - keys.start : part.stop - keys.start]
+            block_dq, block_dk, block_dv = _fused_backward(
+                upstream, own_q, k[rows, :, part], v[rows, :, part], *own, 0.0, False, attn_mask=seen, scale=scale
+            )
+            if part.start == keys.start:
+                own_dq.copy_(block_dq)
+            else:
+                own_dq.add_(block_dq)
+            dk[rows, :, part] += block_dk
+            dv[rows, :, part] += block_dv
+            del block_dq, block_dk, block_dv  # else they stay until the next ones are made
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -318,6 +320,14 @@ class _BandMask:
             hidden |= ~self._key_valid[row, None, others] | ~self._key_valid[row, own, None]
         hidden.diagonal(start - first).fill_(False)
         return hidden
+
+
+def _pieces(keys: slice) -> Iterator[slice]:
+    """`keys` in equal parts of at most `KEYS`."""
+    count = keys.stop - keys.start
+    size = -(-count // max(-(-count // KEYS), 1))
+    for start in range(keys.start, keys.stop, size):
+        yield slice(start, min(start + size, keys.stop))
 
 
 def _covers(ranges: Tensor, q: Tensor) -> bool:
