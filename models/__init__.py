@@ -7,6 +7,7 @@ from bestiary.models.cohere2 import Cohere2
 from bestiary.models.config import DecoderConfig, LoRAConfig
 from bestiary.models.decoder import Decoder
 from bestiary.models.ernie4_5 import Ernie45
+from bestiary.models.exaone4 import Exaone4
 from bestiary.models.gemma3 import Gemma3
 from bestiary.models.glm4 import Glm4
 from bestiary.models.glm4_moe import Glm4MoE
@@ -38,6 +39,7 @@ __all__ = [
     "DecoderConfig",
     "DecoderOutput",
     "Ernie45",
+    "Exaone4",
     "Gemma3",
     "Glm4",
     "Glm4MoE",
