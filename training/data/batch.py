@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bestiary.training.data.errors import SampleRefused
 from bestiary.training.data.packing import Pack
 from bestiary.training.data.tokens import IGNORED
 
@@ -55,3 +56,21 @@ def document_sums(log_probs: Tensor, pack: Pack) -> Tensor:
     document = torch.repeat_interleave(torch.arange(len(lengths), device=log_probs.device), lengths)
     sums = torch.zeros(len(lengths), dtype=log_probs.dtype, device=log_probs.device)
     return sums.index_add(0, document, log_probs[0])[: pack.documents]
+
+
+def document_values(pack: Pack) -> Tensor:
+    """The number that each document of a pack carries: a score, 1 or 0, a margin.
+
+    Returns:
+        (documents,) float32; for preference pairs `.view(-1, 2)` holds each margin twice.
+
+    Raises:
+        SampleRefused: a document carries none.
+    """
+    values = np.full(pack.documents, np.nan, np.float32) if pack.values is None else pack.values
+    if np.isnan(values).any():
+        raise SampleRefused(
+            f"document {int(np.isnan(values).argmax())} of {pack.documents} in a pack carries no number.",
+            remedy="sources of kind unpaired or reward alone, or pairs that all have a margin",
+        )
+    return torch.from_numpy(values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -47,7 +47,7 @@ class RowEncoder:
         neutralise: control tokens that people's texts spell out stay text.
 
     Labels mark what is trained. A reward sample marks its last token, where the score is read; a prompt for
-    reinforcement learning marks nothing.
+    reinforcement learning marks nothing. Tokens carry the sample's number, see `value_of`; those of a pair both.
     """
 
     tokenizer: BaseHFModelTokenizer
@@ -107,7 +107,11 @@ class RowEncoder:
         chats = encode_chats(self.tokenizer, talks, train_on=self._train_on, neutralise=self.neutralise)
         tokens = [chat.tokens() for chat in chats]
         if self.kind == "preference":
-            return list(zip(tokens[::2], tokens[1::2], strict=True))
+            margins = [value_of(sample) for sample in samples]
+            pairs = zip(tokens[::2], tokens[1::2], margins, strict=True)
+            return [(replace(one, value=margin), replace(other, value=margin)) for one, other, margin in pairs]
+        if self.kind in {"unpaired", "reward"}:
+            tokens = [replace(one, value=value_of(sample)) for one, sample in zip(tokens, samples, strict=True)]
         if self.kind == "reward":
             return [_last(one) for one in tokens]
         if self.kind == "distillation":
@@ -184,9 +188,11 @@ class RowEncoder:
 
 
 def value_of(sample: Sample) -> float | None:
-    """The number that a scored sample carries beside its tokens: its score, or 1 and 0 for wanted and unwanted."""
+    """The number that a sample carries beside its tokens: a score, 1 and 0 for wanted and unwanted, a pair's margin."""
     if isinstance(sample, Reward):
         return sample.score
+    if isinstance(sample, Preference):
+        return sample.margin
     return float(sample.label) if isinstance(sample, Unpaired) else None
 
 
@@ -229,7 +235,7 @@ def _last(tokens: Tokens) -> Tokens:
     labels = np.full(len(tokens.input_ids), IGNORED, np.int32)
     at = int(np.flatnonzero(tokens.labels != IGNORED)[-1])
     labels[at] = tokens.input_ids[at]
-    return Tokens(tokens.input_ids, labels)
+    return replace(tokens, labels=labels)
 
 
 def _check_teacher(sample: Sample, chat: EncodedChat, where: str) -> None:

@@ -9,9 +9,13 @@ from bestiary.training.data.tokens import Tokens
 
 
 def encoded(row: Mapping[str, Any]) -> Tokens:
-    """A row with `input_ids`, and `labels` where not everything is trained; an `encode` for `Source`."""
+    """A row with `input_ids`, `labels` where not everything is trained, and `value` where it carries a number.
+
+    An `encode` for `Source`.
+    """
     ids = np.asarray(row["input_ids"], np.int32)
-    return Tokens(ids, np.asarray(row["labels"], np.int32) if "labels" in row else ids)
+    labels = np.asarray(row["labels"], np.int32) if "labels" in row else ids
+    return Tokens(ids, labels, float(row["value"]) if row.get("value") is not None else None)
 
 
 def encoded_pair(row: Mapping[str, Any]) -> tuple[Tokens, Tokens]:

@@ -48,12 +48,14 @@ class Pack:
             crosses a border in a trainer that shifts without looking.
         borders: (documents + 1,) int32, with the padding as one more document where there is any.
         documents: without the padding.
+        values: (documents,) float32, the number each document carries, NaN for one without; None where all are without.
     """
 
     input_ids: NDArray[np.int32]
     labels: NDArray[np.int32]
     borders: NDArray[np.int32]
     documents: int
+    values: NDArray[np.float32] | None = None
 
     @property
     def useful_tokens(self) -> int:
@@ -79,7 +81,10 @@ def assemble(chosen: Sequence[Candidate], pack_length: int, pad_id: int) -> Pack
         borders.append(end)
     if borders[-1] < pack_length:
         borders.append(pack_length)
-    return Pack(ids, labels, np.array(borders, np.int32), len(parts))
+    values = None
+    if any(part.value is not None for part in parts):
+        values = np.array([np.nan if part.value is None else part.value for part in parts], np.float32)
+    return Pack(ids, labels, np.array(borders, np.int32), len(parts), values)
 
 
 class Packer:
@@ -157,7 +162,7 @@ def fit(parts: tuple[Tokens, ...], length: int, overflow: Overflow, where: str) 
 
 
 def _slice(tokens: Tokens, start: int, end: int) -> Tokens:
-    return Tokens(tokens.input_ids[start:end], tokens.labels[start:end])
+    return Tokens(tokens.input_ids[start:end], tokens.labels[start:end], tokens.value)
 
 
 def _trains(tokens: Tokens) -> bool:

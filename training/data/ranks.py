@@ -6,6 +6,7 @@ Small and on the CPU: give these a gloo group of their own, so that they never q
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -80,7 +81,7 @@ def exchange(packs: Mapping[int, Pack], cost: Cost, group: dist.ProcessGroup | N
             works.append(dist.isend(sent[-1], peer, group=group, tag=stream))
         else:
             length = len(next(iter(packs.values())).input_ids)
-            received[stream] = torch.empty(3 * length + 3, dtype=torch.int32)
+            received[stream] = torch.empty(4 * length + 4, dtype=torch.int32)
             works.append(dist.irecv(received[stream], peer, group=group, tag=stream))
     for work in works:
         if work is not None:
@@ -93,19 +94,22 @@ def exchange(packs: Mapping[int, Pack], cost: Cost, group: dist.ProcessGroup | N
 
 
 def _flat(pack: Pack) -> torch.Tensor:
-    """(3·T + 3,) int32: ids, labels, borders padded to their largest number, and the two counts."""
+    """(4·T + 4,) int32: ids, labels, borders and the bits of values padded to their largest numbers, three counts."""
     length = len(pack.input_ids)
-    flat = torch.zeros(3 * length + 3, dtype=torch.int32)
+    flat = torch.zeros(4 * length + 4, dtype=torch.int32)
     flat[:length] = torch.from_numpy(pack.input_ids)
     flat[length : 2 * length] = torch.from_numpy(pack.labels)
     flat[2 * length : 2 * length + len(pack.borders)] = torch.from_numpy(pack.borders)
-    flat[-2], flat[-1] = len(pack.borders), pack.documents
+    if pack.values is not None:
+        flat[3 * length + 1 : 3 * length + 1 + pack.documents] = torch.from_numpy(pack.values.view(np.int32))
+    flat[-3], flat[-2], flat[-1] = pack.values is not None, len(pack.borders), pack.documents
     return flat
 
 
 def _unflat(flat: torch.Tensor) -> Pack:
-    values = flat.numpy()
-    length, borders, documents = (len(values) - 3) // 3, int(values[-2]), int(values[-1])
+    row = flat.numpy()
+    length, valued, borders, documents = (len(row) - 4) // 4, bool(row[-3]), int(row[-2]), int(row[-1])
+    values = row[3 * length + 1 : 3 * length + 1 + documents].view(np.float32).copy() if valued else None
     return Pack(
-        values[:length], values[length : 2 * length], values[2 * length : 2 * length + borders].copy(), documents
+        row[:length], row[length : 2 * length], row[2 * length : 2 * length + borders].copy(), documents, values
     )

@@ -55,11 +55,12 @@ class Text(_Record):
 
 
 class Preference(_Record):
-    """Two continuations of one conversation, the better one first."""
+    """Two continuations of one conversation, the better one first, and by how much, if that is known."""
 
     prompt: Messages
     chosen: Messages
     rejected: Messages
+    margin: Annotated[float, Field(allow_inf_nan=False)] | None = None
     tools: tuple[Tool, ...] | None = None
 
     @model_validator(mode="after")

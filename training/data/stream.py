@@ -1,5 +1,6 @@
 """One canonical stream: sources, mixture and packer, and a state that leads back to any pack of it."""
 
+import math
 from typing import Any
 
 from bestiary.kernels.errors import BestiaryError
@@ -198,3 +199,5 @@ def _check(part: Tokens) -> None:
         raise ValueError(f"input_ids {ids.shape} and labels {labels.shape} are not two equally long rows")
     if not ((labels == ids) | (labels == IGNORED)).all():
         raise ValueError("a label is neither its own token nor -100; labels are not shifted here")
+    if part.value is not None and not math.isfinite(part.value):
+        raise ValueError(f"value = {part.value}, expected a finite number or none")

@@ -25,9 +25,12 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     return str(path)
 
 
-def rows_of(lengths: Sequence[int], first: int = 0) -> list[dict[str, Any]]:
-    """Rows with rising ids."""
-    return [{"id": row, "input_ids": [1 + row] * length} for row, length in enumerate(lengths, first)]
+def rows_of(lengths: Sequence[int], first: int = 0, *, valued: bool = False) -> list[dict[str, Any]]:
+    """Rows with rising ids; if asked, every third with a number beside its tokens."""
+    return [
+        {"id": row, "input_ids": [1 + row] * length} | ({"value": row + 0.5} if valued and row % 3 == 0 else {})
+        for row, length in enumerate(lengths, first)
+    ]
 
 
 def lengths(count: int, seed: int, largest: int) -> list[int]:
@@ -38,7 +41,7 @@ def lengths(count: int, seed: int, largest: int) -> list[int]:
 
 def mixed(folder: Path, **changes: Any) -> Plan:
     """Two sources, one of three files and one compressed, with ids below and above 1000."""
-    web = [write(folder / f"web{i}.jsonl", rows_of(lengths(17, i, 20), first=17 * i)) for i in range(3)]
+    web = [write(folder / f"web{i}.jsonl", rows_of(lengths(17, i, 20), first=17 * i, valued=True)) for i in range(3)]
     code = write(folder / "code.jsonl.gz", rows_of(lengths(30, 9, 20), first=1000))
     settings: dict[str, Any] = {
         "sources": (
@@ -65,4 +68,5 @@ def unchanged(pack: Pack) -> Pack:
 
 def key(pack: Pack) -> tuple[Any, ...]:
     """Equal for packs that are equal token by token."""
-    return pack.input_ids.tobytes(), pack.labels.tobytes(), pack.borders.tobytes(), pack.documents
+    values = None if pack.values is None else pack.values.tobytes()
+    return pack.input_ids.tobytes(), pack.labels.tobytes(), pack.borders.tobytes(), pack.documents, values

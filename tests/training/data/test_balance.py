@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from bestiary.training.data.balance import Cost, assign
 from bestiary.training.data.errors import InvalidPlan
 from bestiary.training.data.packing import Pack
+from bestiary.training.data.ranks import _flat, _unflat
+
+from .rows import key
 
 
 def pack(*lengths: int) -> Pack:
@@ -51,3 +55,11 @@ def test_costs_of_a_model_balance_where_they_should() -> None:
 def test_packs_that_do_not_divide_are_refused() -> None:
     with pytest.raises(InvalidPlan, match="5 packs for 2 ranks"):
         assign([1.0] * 5, 2)
+
+
+@pytest.mark.parametrize("values", [None, np.array([0.1, np.nan, -3.0, 1.0], np.float32)])
+@pytest.mark.parametrize("borders", [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 6]])
+def test_a_pack_arrives_as_it_was_sent(borders: list[int], values: NDArray[np.float32] | None) -> None:
+    ids = np.arange(borders[-1], dtype=np.int32)
+    sent = Pack(ids, -ids, np.array(borders, np.int32), 4, values)
+    assert key(_unflat(_flat(sent))) == key(sent)

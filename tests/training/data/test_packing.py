@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bestiary.training.data.batch import document_values
 from bestiary.training.data.encoded import encoded
-from bestiary.training.data.errors import InvalidPlan, OverflowRefused
+from bestiary.training.data.errors import InvalidPlan, OverflowRefused, SampleRefused
 from bestiary.training.data.formats import Row
 from bestiary.training.data.packing import Candidate, Overflow, Packer, assemble, fit
 from bestiary.training.data.plan import Plan
@@ -149,3 +150,19 @@ def test_a_stream_holds_no_more_documents_than_it_looks_through(tmp_path: Path) 
         stream.next()
     assert len(most) > 1000
     assert max(most) <= 8 + 16  # waiting, and at least one token each in the pack that is being filled
+
+
+@pytest.mark.parametrize("overflow", ["truncate", "split"])
+def test_a_document_keeps_its_number_in_the_pack(overflow: Overflow) -> None:
+    """Whole, cut or in pieces; a document without one shows that it has none."""
+    ids = np.arange(1, 41, dtype=np.int32)
+    made = [Tokens(ids[:5], ids[:5], 0.25), Tokens(ids[:3], ids[:3]), Tokens(ids, ids, -3.0)]
+    pieces = [piece for one in made for piece in fit((one,), LENGTH, overflow, "row")]
+    chosen = [Candidate(place, "a", place, Cursor(), 0, piece) for place, piece in enumerate(pieces)]
+    pack = assemble(chosen, 64, 0)
+    assert pack.values is not None
+    assert np.array_equal(pack.values, [0.25, np.nan] + [-3.0] * (pack.documents - 2), equal_nan=True)
+    with pytest.raises(SampleRefused, match="document 1 of"):
+        document_values(pack)
+    assert document_values(assemble(chosen[2:], 64, 0)).tolist() == [-3.0] * (pack.documents - 2)
+    assert assemble(chosen[1:2], 64, 0).values is None

@@ -96,11 +96,18 @@ def test_scored_samples_carry_their_number_and_mark_what_it_is_about(tokenizer_o
     wanted = encoder(tokenizer_of, "unpaired")
     row = {"messages": [ASK, SAY, ASK, SAY], "label": False}
     assert trained(wanted.tokenizer, wanted(row)) == "A<|im_end|>"
-    assert value_of(wanted.sample(row, "")) == 0.0
+    assert wanted(row).value == value_of(wanted.sample(row, "")) == 0.0
     scored = encoder(tokenizer_of, "reward")
     row = {"messages": [ASK, SAY], "score": 0.5}
     assert trained(scored.tokenizer, scored(row)) == "<|im_end|>"
-    assert value_of(scored.sample(row, "")) == 0.5
+    assert scored(row).value == value_of(scored.sample(row, "")) == 0.5
+
+
+def test_both_documents_of_a_pair_carry_its_margin(tokenizer_of):
+    rows = encoder(tokenizer_of, "preference", columns={"margin": "gap"})
+    pair = {"prompt": "Q", "chosen": "good", "rejected": "bad"}
+    assert [one.value for one in rows(pair | {"gap": 2})] == [2.0, 2.0]
+    assert [one.value for one in encoder(tokenizer_of, "preference")(pair)] == [None, None]
 
 
 def test_a_prompt_is_what_serving_sends_and_trains_nothing(tokenizer_of):
