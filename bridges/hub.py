@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from bestiary.bridges.errors import CheckpointNotFound, OfflineError
@@ -16,9 +17,11 @@ _REMEDY = "give a folder with config.json and safetensors, or a hub id such as Q
 _REMEDY_GGUF = "turn the file into a folder with bestiary.bridges.gguf.gguf_to_hf_folder, and give that"
 
 
-def resolve(src: str | Path, *, revision: str | None = None) -> Path:
+def resolve(src: str | Path, *, revision: str | None = None, weights: bool = True) -> Path:
     """The folder that `src` names, fetched through `huggingface_hub` (and its cache) if it is a hub id.
 
+    Args:
+        weights: False: of a hub id its config alone.
     Raises:
         CheckpointNotFound: no such folder, no such repository or revision, or no access to it.
         OfflineError: a hub id that is not cached while the hub cannot be reached.
@@ -33,14 +36,14 @@ def resolve(src: str | Path, *, revision: str | None = None) -> Path:
             f"{path} is {'a file' if path.exists() else 'not there'}.",
             remedy=_REMEDY_GGUF if path.suffix == ".gguf" else _REMEDY,
         )
-    return _fetch(src, revision)
+    return _fetch(src, revision, _WANTED if weights else (CONFIG,))
 
 
 def _looks_like_path(src: str) -> bool:
     return src.startswith((".", "~", os.sep)) or src.count("/") != 1 or src.endswith((".safetensors", ".gguf", ".bin"))
 
 
-def _fetch(repo: str, revision: str | None) -> Path:
+def _fetch(repo: str, revision: str | None, wanted: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -53,7 +56,7 @@ def _fetch(repo: str, revision: str | None) -> Path:
 
     name = repo if revision is None else f"{repo}@{revision}"
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(_WANTED)))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(wanted)))
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         raise CheckpointNotFound(
             f"{name} is not on the hub, or not open to you ({type(error).__name__}).",

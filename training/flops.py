@@ -156,7 +156,7 @@ class StepFlops:
         if not backward:
             trainable, checkpointed = _nothing, ()
         elif trainable is None:
-            trainable = _everything if config.lora is None else _adapters
+            trainable = trained_by_default(config)
         self.config, self.scores_documents = config, labels is not None
         self.products = tuple(_Walk(config, trainable).model(checkpointed, labels))
         self._sums: dict[tuple[Unit, int | None], Totals] = {}
@@ -228,6 +228,11 @@ def visible_pairs(length: int, window: int | None = None, *, causal: bool = True
     reach = length if window is None else min(length, window)
     back = reach * (reach + 1) // 2 + (length - reach) * reach
     return back if causal else 2 * back - length
+
+
+def trained_by_default(config: DecoderConfig) -> Trainable:
+    """All parameters, or with LoRA the adapters alone."""
+    return _everything if config.lora is None else _adapters
 
 
 def _nothing(name: str) -> bool:
