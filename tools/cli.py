@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from bestiary.tools.arguments import USAGE_ERROR, write_json
 from bestiary.tools.data_commands import add_data
+from bestiary.tools.plot_commands import add_plot
 from bestiary.tools.port.commands import add_port
 from bestiary.tools.train_commands import add_training
 
@@ -26,6 +27,7 @@ examples:
   bestiary port new llama --plugin ./bestiary-llama  a new architecture; then port check, port status
   bestiary data inspect run.yaml --html data.html    what of your data is trained, and what is wrong with it
   bestiary sft run.yaml optim.lr=2e-5                supervised fine-tuning; goes on where it was stopped
+  bestiary plot runs/first runs/second               loss and speed of runs, compared
 
 exit codes: 0 done, 2 keys or shapes, 4 refused as unsupported, 6 a port breaks its rules, 7 usage or environment"""
 
@@ -78,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_port(commands, _add_command)
     add_data(commands, _add_command)
     add_training(commands, _add_command)
+    add_plot(commands, _add_command)
     return parser
 
 
