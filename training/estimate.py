@@ -101,6 +101,7 @@ def estimate(config: RunConfig) -> Estimate:
         CheckpointNotFound, OfflineError, UnsupportedModelType, UnsupportedConfig: of a checkpoint that is named.
     """
     decoder, stored = _read(config.model.src, config.model.revision)
+    recipe: str = config.recipe
     section = config.lora
     if section is not None:
         lora = LoRAConfig(r=section.r, alpha=section.alpha, targets=section.targets)
@@ -120,7 +121,7 @@ def estimate(config: RunConfig) -> Estimate:
         compute=compute,
         optimiser=config.optim.name,
         shards=shards * parallel.tensor,
-        labels=1 if config.recipe == "reward" else None,
+        labels=1 if recipe == "reward" else None,
         beside=asked,
     )
 
