@@ -6,8 +6,11 @@ from bestiary.models.cache import Cache
 from bestiary.models.cohere2 import Cohere2
 from bestiary.models.config import DecoderConfig, LoRAConfig
 from bestiary.models.decoder import Decoder
+from bestiary.models.deepseek_v3 import DeepseekV3
 from bestiary.models.ernie4_5 import Ernie45
 from bestiary.models.exaone4 import Exaone4
+from bestiary.models.gemma import Gemma
+from bestiary.models.gemma2 import Gemma2
 from bestiary.models.gemma3 import Gemma3
 from bestiary.models.glm4 import Glm4
 from bestiary.models.glm4_moe import Glm4MoE
@@ -22,6 +25,7 @@ from bestiary.models.olmo2 import Olmo2
 from bestiary.models.olmo3 import Olmo3
 from bestiary.models.olmoe import Olmoe
 from bestiary.models.output import DecoderOutput
+from bestiary.models.phi3 import Phi3
 from bestiary.models.qwen2 import Qwen2
 from bestiary.models.qwen2_moe import Qwen2MoE
 from bestiary.models.qwen3 import Qwen3
@@ -38,8 +42,11 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "DecoderOutput",
+    "DeepseekV3",
     "Ernie45",
     "Exaone4",
+    "Gemma",
+    "Gemma2",
     "Gemma3",
     "Glm4",
     "Glm4MoE",
@@ -54,6 +61,7 @@ __all__ = [
     "Olmo2",
     "Olmo3",
     "Olmoe",
+    "Phi3",
     "Qwen2",
     "Qwen2MoE",
     "Qwen3",

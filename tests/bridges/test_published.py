@@ -10,8 +10,9 @@ import torch
 import transformers
 
 from bestiary.bridges import Bridge, Plan, TensorInfo, get_bridge, registered_bridges
-from bestiary.bridges.errors import KeyMismatch
+from bestiary.bridges.errors import KeyMismatch, UnsupportedConfig
 from bestiary.bridges.pieces import Shape
+from bestiary.models import DeepseekV3
 from bestiary.models.config import DecoderConfig
 
 from .checkpoints import read_config, read_index, read_listing
@@ -48,6 +49,7 @@ PARAMETERS = {
     "Qwen__Qwen2.5-0.5B": 494_032_768,
     "allenai__Olmo-3.1-32B-Instruct": 32_233_522_176,
 }
+IN_FP8 = "deepseek-ai__DeepSeek-V3"  # refused as published
 # Figures that files of one family spell in their own way and no model of that family computes with.
 NOT_COMPUTED = {
     "_name_or_path",
@@ -81,7 +83,7 @@ def reference_config(json: Mapping[str, Any]) -> Any:
 def test_every_folder_of_our_families_is_listed_here(reference_data: Path) -> None:
     ours = {*registered_bridges(), "gemma3"}
     found = [path for path in sorted((reference_data / "hub").iterdir()) if (path / "config.json").exists()]
-    assert {path.name for path in found if read_config(path)["model_type"] in ours} <= PARAMETERS.keys()
+    assert {path.name for path in found if read_config(path)["model_type"] in ours} <= {*PARAMETERS, IN_FP8}
 
 
 def test_the_config_round_trips(published: Path) -> None:
@@ -163,6 +165,29 @@ def test_an_export_equals_the_listing_up_to_the_declared_differences(name: str, 
             experts, rows, grid, _ = info.shape
             expected[tensor.removesuffix("_blocks")] = (experts, grid * 32, rows)
     assert exported == expected
+
+
+def test_deepseek_v3_is_consumed_to_the_last_tensor_but_for_its_fp8(reference_data: Path) -> None:
+    """The published weights are refused; of their bf16 twin only the layer that predicts further tokens is left."""
+    folder = reference_data / "hub" / IN_FP8
+    json, bridge = read_config(folder), get_bridge("deepseek_v3")
+    with pytest.raises(UnsupportedConfig, match="quant_method"):
+        bridge.parse(json)
+    del json["quantization_config"]
+    config, listed = bridge.parse(json).decoder, read_listing(folder)
+    assert config == DeepseekV3.sizes["671b"].with_(padding_idx=None)
+    assert bridge.parse(bridge.config_to_hf(config)).decoder == config
+    assert listed is not None
+    twin = {
+        name: TensorInfo(info.shape, torch.bfloat16 if info.dtype is torch.float8_e4m3fn else info.dtype)
+        for name, info in listed.items()
+        if not name.endswith("_scale_inv")
+    }
+    plan = bridge.plan_import(config, twin)
+    assert_total(plan, bridge, config, twin)
+    assert set(plan.ignored) == {name for name in twin if ".layers.61." in name}
+    exported = dict(by_name(bridge.plan_export(config)))
+    assert exported == {name: info.shape for name, info in twin.items() if name not in plan.ignored}
 
 
 INDEXED = {
