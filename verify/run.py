@@ -149,6 +149,8 @@ def run(
     """
     start = time.perf_counter()
     specs = parse_levels(levels)
+    for spec in specs:  # a module imported while a bug is planted would keep it, by the name it imports
+        spec.load()
     shared = ReferencePool(device) if pool is None else pool
     if shared.device != device:
         told = f"a pool of references on {shared.device} for a run on {device}."

@@ -198,7 +198,7 @@ def readable_fields(reference: str) -> Callable[[str], bool]:
     return readable
 
 
-def _builds(reference: str, raw: Raw) -> bool:
+def builds(reference: str, raw: Raw) -> bool:
     """Whether the config class takes `raw`."""
     try:
         hf_config(reference, raw)
@@ -211,7 +211,7 @@ def _free_heads(reference: str) -> bool:
     """Whether a head_dim that the class does not declare may differ from hidden / heads, which some validators read."""
     sizes = {name: BASE[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")}
     longrope = {**scaling("longrope", BASE["head_dim"]), "rope_theta": THETA[None]}
-    return _builds(reference, {**sizes, "rope_parameters": longrope})
+    return builds(reference, {**sizes, "rope_parameters": longrope})
 
 
 @cache
@@ -297,7 +297,7 @@ def _rope(reference: str, variant: str, raw: Raw) -> Raw | None:
     own = (config_defaults(reference).get("rope_parameters") or {}).get("rope_type", "default")
     if variant == "mha":
         values = scaling("yarn", head_dim)
-        if not _builds(reference, {**raw, "rope_parameters": {**values, "rope_theta": THETA[None]}}):
+        if not builds(reference, {**raw, "rope_parameters": {**values, "rope_theta": THETA[None]}}):
             values = scaling("longrope", head_dim)  # all that Phi-3's validator knows
             del values["factor"]
             values["attention_factor"] = 1.25

@@ -1,5 +1,6 @@
 """Whole runs: the families pass, and each kind of defect ends in its own exit code."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from bestiary.bridges.errors import UnsupportedConfig, UnsupportedModelType
 from bestiary.kernels import norm
 from bestiary.models import Decoder, DecoderConfig
 from bestiary.models.config import Activation
+from bestiary.verify import levels
 from bestiary.verify.gates import Gates
 from bestiary.verify.reference import ReferencePool
 from bestiary.verify.run import BadUsage, parse_levels, run
@@ -225,3 +227,22 @@ def test_a_config_from_a_file_takes_the_place_of_the_tiny_ones():
     verdict = run("qwen3", "V0..V2,V5", cases={"mine": raw})
     assert verdict.exit_code == Exit.PASS
     assert all(finding.startswith("mine") for finding in verdict.cases)
+
+
+class _Enough(Exception):
+    """Ends a run before its first level."""
+
+
+def test_levels_are_imported_before_anything_is_planted(monkeypatch):
+    """A module whose import fell into a run with a bug would keep what it imports by name, for every later run."""
+    module, seen = "bestiary.verify.levels.k_kernels", []
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.delattr(levels, "k_kernels", raising=False)
+
+    def plant(side):
+        seen.append(module in sys.modules)
+        raise _Enough
+
+    with pytest.raises(_Enough):
+        run("qwen3", "K", mutate_ours=plant, pool=POOL)
+    assert seen == [True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from bestiary.verify.verdict import Exit
@@ -35,8 +36,12 @@ class LevelSpec:
 
     def plan(self, lab: Lab) -> list[Check]:
         """The checks of this level, planned without running our side."""
-        plan: Callable[[Lab], list[Check]] = import_module(f"bestiary.verify.levels.{self.module}").plan
+        plan: Callable[[Lab], list[Check]] = self.load().plan
         return plan(lab)
+
+    def load(self) -> ModuleType:
+        """Its file, imported."""
+        return import_module(f"bestiary.verify.levels.{self.module}")
 
 
 REGISTRY: tuple[LevelSpec, ...] = (

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bestiary.bridges import Bridge
 from bestiary.models.config import (
     DecoderConfig,
     DynamicScaling,
@@ -23,6 +25,7 @@ from bestiary.models.config import (
 from bestiary.verify.planted import replay
 from bestiary.verify.planted.bug import Plant, PlantedBug, ReferencePlant, everywhere
 from bestiary.verify.planted.patching import adapted, patch
+from bestiary.verify.tiny import builds, rope_layer_types, scaling, tiny_configs, turning_dim
 
 _ATTENTION = "bestiary.models.layers.attention"
 _ROTARY = "bestiary.models.layers.rotary"
@@ -86,6 +89,19 @@ def _dropped(kind: str) -> tuple[Plant, ReferencePlant]:
     return patch(f"{_ROTARY}:rope_frequencies", plain), _in_reference(forget)
 
 
+@cache
+def _known(reference: str, kind: str) -> bool:
+    raw = next(iter(tiny_configs(reference).values()))
+    values = {**scaling(kind, turning_dim(reference, raw)), "rope_theta": 10_000.0}
+    nested = dict.fromkeys(rope_layer_types(reference), values)
+    return builds(reference, {**raw, "rope_parameters": nested or values})
+
+
+def _knows(kind: str) -> Callable[[Bridge], bool]:
+    """Whether the reference's config class takes scaling of a kind; Phi-3's takes LongRoPE alone."""
+    return lambda bridge: _known(bridge.reference, kind)
+
+
 def _ignored(kind: str, applies: Callable[[DecoderConfig], bool], level: str, letter: str) -> PlantedBug:
     ours, reference = _dropped(kind)
     return PlantedBug(
@@ -93,6 +109,7 @@ def _ignored(kind: str, applies: Callable[[DecoderConfig], bool], level: str, le
         cause=f"RoPE scaling of type {kind} is read and not applied",
         level=level,
         applies=applies,
+        serves=_knows(kind),
         ours=ours,
         reference=reference,
         config_fields=("rope_parameters", "rope_scaling"),
@@ -314,6 +331,7 @@ BUGS = (
         id="C07h_proportional_frequencies_squeezed",
         cause="proportional RoPE spaces its frequencies over the part that turns instead of the whole head",
         level="V3",
+        serves=_knows("proportional"),
         ours=patch(f"{_ROTARY}:rope_frequencies", _squeezed),
         config_fields=("rope_parameters.partial_rotary_factor",),
         checks=("proportional",),
