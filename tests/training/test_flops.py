@@ -23,6 +23,7 @@ VOCAB, TOKENS, DOCUMENTS = 128, 24, (11, 13)
 SIZES = [(cls, name) for cls in families().values() for name in cls.sizes]
 FAMILIES = list(families().values())
 
+LATENT = MLA(kv_lora_rank=14, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, norm_eps=1e-6, q_lora_rank=18)
 MLA_CONFIG = DecoderConfig(
     model_type="latent",
     vocab_size=VOCAB,
@@ -34,18 +35,19 @@ MLA_CONFIG = DecoderConfig(
         num_kv_heads=3,
         head_dim=20,
         scale=0.2,
-        mla=MLA(
-            kv_lora_rank=14,
-            qk_nope_head_dim=12,
-            qk_rope_head_dim=8,
-            v_head_dim=10,
-            norm_eps=1e-6,
-            q_lora_rank=18,
-        ),
+        mla=LATENT,
     ),
     norm=Norm(eps=1e-6),
     rope=Rope(theta=1e4, rotary_dim=8),
 )
+
+
+def small_heads(attention: Attention) -> Attention:
+    """Six of them, over two of keys and values or over a latent, which serves each."""
+    if attention.mla is None:
+        return replace(attention, num_heads=6, num_kv_heads=2, head_dim=16)
+    latent = replace(LATENT, q_lora_rank=attention.mla.q_lora_rank and 18)
+    return replace(attention, num_heads=6, num_kv_heads=6, head_dim=20, mla=latent)
 
 
 def small(cls: type[Decoder], **changes: Any) -> DecoderConfig:
@@ -69,7 +71,7 @@ def small(cls: type[Decoder], **changes: Any) -> DecoderConfig:
         nope_layers=tuple(i for i in config.nope_layers if i < layers),
         dense_layers=tuple(i for i in config.dense_layers if i < 1),
         sliding_window=None if config.sliding_window is None else 7,
-        attention=replace(config.attention, num_heads=6, num_kv_heads=2, head_dim=16),
+        attention=small_heads(config.attention),
         rope=replace(config.rope, rotary_dim=rotary, scaling=None),
         sliding_rope=config.sliding_rope and replace(config.sliding_rope, rotary_dim=rotary, scaling=None),
         moe=moe,
@@ -136,7 +138,7 @@ def test_every_family_trained_in_full_costs_what_torch_counts(cls: type[Decoder]
 @pytest.mark.parametrize("cls", FAMILIES, ids=lambda cls: cls.__name__)
 def test_every_family_under_adapters_costs_what_torch_counts(cls: type[Decoder]) -> None:
     """The base has no dW, and the first layer no dX, except what flows through an adapter's own two products."""
-    lora = LoRAConfig(r=4, alpha=8.0, targets=("*_proj",), rank_pattern=(("v_proj", 2),))
+    lora = LoRAConfig(r=4, alpha=8.0, targets=("*_proj",), rank_pattern=(("o_proj", 2),))
     check(cls(small(cls, lora=lora), dtype=torch.float64))
 
 
