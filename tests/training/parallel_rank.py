@@ -42,6 +42,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # what the four families do
         },
     ),
 }
+NINE = replace(tiny_config("gpt_oss").moe, num_experts=9)  # which two ranks split over another dimension
 FAMILIES = ("qwen3", "gemma3", "qwen3_moe", "gpt_oss")
 MESHES: dict[str, dict[str, int]] = {
     "sharded": {"shard": 2},
@@ -68,7 +69,7 @@ class Case:
 
     def model(self) -> Decoder:
         """The same one on every rank."""
-        family, changes = VARIANTS.get(self.family, (self.family, {}))
+        family, changes = {**VARIANTS, "nine experts": ("gpt_oss", {"moe": NINE})}.get(self.family, (self.family, {}))
         targets = ("*_proj*", "mlp.gate") if family == "qwen3_moe" else ("*_proj*",)
         lora = LoRAConfig(r=4, alpha=8, targets=targets) if self.lora else None
         return tiny(family, **changes, lora=lora, tie_word_embeddings=self.tied, vocab_size=206)
@@ -85,6 +86,7 @@ CASES = tuple(
     if not (mesh == "expert" and family in ("qwen3", "gemma3"))
 )
 CASES += tuple(Case(family, "tensor", lora) for family in VARIANTS for lora in (False, True))
+CASES += tuple(Case("nine experts", "sharded", lora) for lora in (False, True))
 CASES += tuple(Case("shared expert, groups", mesh) for mesh in ("sharded", "expert"))
 
 
@@ -153,9 +155,7 @@ def refusals() -> dict[str, str]:
         "3 heads": lambda: parallelize(tiny("qwen3", vocab_size=206, attention=odd), build_mesh(**tensor)),
         "an odd vocabulary": lambda: parallelize(tiny("qwen3", vocab_size=203), build_mesh(**tensor)),
         "an odd MLP": lambda: parallelize(tiny("qwen3", vocab_size=206, intermediate_size=77), build_mesh(**tensor)),
-        "9 experts": lambda: parallelize(
-            tiny("gpt_oss", moe=replace(tiny_config("gpt_oss").moe, num_experts=9)), build_mesh(expert=2)
-        ),
+        "9 experts": lambda: parallelize(tiny("gpt_oss", moe=NINE), build_mesh(expert=2)),
         "experts of a dense model": lambda: parallelize(tiny("qwen3"), build_mesh(expert=2)),
         "twice": lambda: parallelize(parallelize(tiny("qwen3"), build_mesh()), build_mesh()),
         "not ours": lambda: parallelize(torch.nn.Linear(2, 2), build_mesh()),  # type: ignore[arg-type]
