@@ -130,7 +130,7 @@ def fit(parts: tuple[Tokens, ...], length: int, overflow: Overflow, where: str) 
 
     Returns:
         Pieces that fit. Without a trained token a piece is left out, since it would only cost time: under `truncate`
-        that is a prompt which leaves no room for its answer.
+        that is a prompt which leaves no room for its answer; so is a pair whose sides are equal after the cut.
 
     Raises:
         OverflowRefused: under `error`.   InvalidPlan: a pair under `split`.
@@ -151,6 +151,8 @@ def fit(parts: tuple[Tokens, ...], length: int, overflow: Overflow, where: str) 
         for done, index in enumerate(sorted(range(len(parts)), key=lambda place: len(parts[place]))):
             cut[index] = _slice(parts[index], 0, room // (len(parts) - done))
             room -= len(cut[index])
+        if len(cut) > 1 and all(np.array_equal(cut[0].input_ids, part.input_ids) for part in cut[1:]):
+            return []  # what sets the answers apart was cut off
         return [tuple(cut)] if all(_trains(part) for part in cut) else []
     if len(parts) > 1:
         raise InvalidPlan(
