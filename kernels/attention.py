@@ -227,7 +227,8 @@ def _fastest_first(q: Tensor, mask: MaskSpec) -> tuple[str, ...]:
     if q.device.type == "cpu":
         # Blocks beat torch's causal call and any dense mask, except where there is one block and calls are what costs.
         # The order matters: if training asked for the length, compilation would split short inputs from long ones.
-        short = queries == 1 or (not torch.is_grad_enabled() and queries <= BLOCK)
+        # A pack runs as it trains also without gradients, so that a reference policy gives the bits of the policy.
+        short = queries == 1 or (not torch.is_grad_enabled() and queries <= BLOCK and mask.documents is None)
         return ("sdpa", "documents", "eager", "flex") if short else ("documents", "sdpa", "eager", "flex")
     if queries < BUCKET:
         return ("sdpa", "eager", "flex", "documents")

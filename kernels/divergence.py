@@ -1,5 +1,6 @@
 """Distillation losses: divergences between a student's and a teacher's next words, (N, V) logits never existing."""
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -46,6 +47,18 @@ class TopK(NamedTuple):
     words: Tensor
     log_prob: Tensor
     tail: Tail = "bucket"
+
+
+@dataclass(frozen=True, eq=False)
+class Distillation:
+    """A teacher, and which divergence from it is wanted; see `linear_divergence`.
+
+    A dataclass, and so a leaf of torch's trees: wrappers that cast what a model is called with leave the teacher alone.
+    """
+
+    teacher: TeacherHead | TopK
+    kind: Kind = "forward_kl"
+    beta: float = 0.5
 
 
 @uncompiled

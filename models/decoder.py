@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bestiary.kernels.attention import MaskSpec
 from bestiary.kernels.balance import load_balancing_loss
+from bestiary.kernels.divergence import Distillation
 from bestiary.kernels.log_prob import LogProb
 from bestiary.models.cache import Cache
 from bestiary.models.config import DecoderConfig, HeadKind, LayerType, NormPlacement
@@ -203,6 +204,8 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         max_length_q: int | None = None,
         max_length_k: int | None = None,
         cache: Cache | None = None,
+        distillation: Distillation | None = None,
+        return_teacher: bool = False,
         **ignored: Any,
     ) -> DecoderOutput:
         """Logits of a batch, or with labels its loss and log-probabilities; with a score head, its scores.
@@ -221,6 +224,10 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
             logits_to_keep: last n positions that get logits, or their indices; 0: all.
             return_logits: with labels, whether to compute logits as well; default no.
             cu_seq_lens_q: (documents + 1,) borders of packed documents in a batch of one row.
+            distillation: a teacher with B · T rows; loss and gradients are then those of the divergence from it, at the
+                positions with a target.
+            return_teacher: the output holds `teacher`, which another model's `distillation` takes. Its weight is this
+                model's own: FSDP2 must not free it after this pass.
         Returns:
             `DecoderOutput`; log_probs[b, t] = log p(target at t), 0 where ignored; loss = −Σ / num_items, plus the
             router's load-balancing loss where `output_router_logits` asks for it. With `labels` or `num_items_in_batch`
@@ -228,12 +235,19 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
             With a score head: scores (documents, num_labels) of the last token of each row, under an `attention_mask`
             of its last one that is no padding, of each document where they are packed (padding counts as one where
             `cu_seq_lens_q` counts it); `last_tokens` in layers/score.py says where transformers differs.
+            With `distillation` loss = Σ divergence / num_items, and without num_items (B, T) `divergence` too.
         Raises:
             InvalidInput, TokenOutOfRange, LabelOutOfRange.
         """
         self._refuse_unknown(ignored)
         if self.decoder_config.head is HeadKind.SCORE:
-            self._refuse_targets(labels=labels, shift_labels=shift_labels, logits_to_keep=logits_to_keep)
+            self._refuse_targets(
+                labels=labels,
+                shift_labels=shift_labels,
+                logits_to_keep=logits_to_keep,
+                distillation=distillation is not None,
+                return_teacher=return_teacher,
+            )
         past = past_key_values if past_key_values is not None else cache
         if past is None and use_cache:
             past = Cache(self.decoder_config)
@@ -247,12 +261,14 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         if self.decoder_config.head is HeadKind.SCORE:
             output["scores"] = self.score(hidden, last_tokens(inputs, hidden.shape[0], cu_seq_lens_q))
             output["logits"], return_logits = output["scores"], False
-        if targets is not None:
+        if return_teacher or distillation is not None:
+            self._distil(output, hidden, targets, temperature, num_items_in_batch, distillation, return_teacher)
+        elif targets is not None:
             alone = shift_labels is not None and num_items_in_batch is None
             loss, core = self._scored(hidden, targets, temperature, num_items_in_batch, per_token=alone)
             output["log_probs"] = core.log_prob.view_as(targets).clone()  # FSDP2 hooks outputs, and not on views
             output["loss"] = loss
-        if return_logits or (targets is None and return_logits is not False):
+        if return_logits or (targets is None and return_logits is not False and not return_teacher):
             kept = (
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
             )
@@ -276,6 +292,43 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         # A batch without targets has loss 0, not 0 / 0: it still takes part in the backward pass.
         items = (targets != -100).sum().clamp(min=1) if num_items is None else num_items
         return -core.log_prob.sum() / items, core
+
+    def _distil(
+        self,
+        output: dict[str, Any],
+        hidden: Tensor,
+        targets: Tensor | None,
+        temperature: float,
+        num_items: Tensor | int | None,
+        distillation: Distillation | None,
+        as_teacher: bool,
+    ) -> None:
+        if not isinstance(self.lm_head, Head):
+            raise InvalidInput(
+                f"distillation with a head of class {type(self.lm_head).__name__}, which has no vocabulary.",
+                remedy="teacher and student are language models with their own heads",
+            )
+        if as_teacher:
+            output["teacher"] = self.lm_head(hidden, as_teacher=True)
+        if distillation is None:
+            return
+        if targets is None:
+            raise InvalidInput("distillation without targets.", remedy="labels or shift_labels say where it counts")
+        items = (targets != -100).sum().clamp(min=1) if num_items is None else num_items
+        whole = num_items is not None
+        found = self.lm_head(
+            hidden,
+            targets,
+            temperature=temperature,
+            loss=whole,
+            num_items=items if whole else None,
+            distillation=distillation,
+        )
+        if whole:
+            output["loss"] = found
+        else:
+            output["divergence"] = cast(Tensor, found).view_as(targets).clone()  # as log_probs above
+            output["loss"] = output["divergence"].sum() / items
 
     _keep_hidden = False
 

@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -87,7 +88,17 @@ class Site:
 
 
 class Adaptable(ABC):
-    """Mixin of the layers that have LoRA built in."""
+    """Mixin of the layers that have LoRA built in.
+
+    Attributes:
+        adapters_on: False inside `adapters_off`.
+    """
+
+    adapters_on: bool = True
+
+    def scaling(self, lora: LoRAConfig) -> float:
+        """Factor on the low-rank product: 0 while adapters are off."""
+        return lora.scaling if self.adapters_on else 0.0
 
     @abstractmethod
     def sites(self, name: str) -> Iterator[Site]:
@@ -125,6 +136,33 @@ def sites(model: nn.Module) -> Iterator[Site]:
     for name, module in model.named_modules():
         if isinstance(module, Adaptable):
             yield from module.sites(name)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes as its base does: each adapter is weighed by 0.
+
+    The operations stay those of the adapted model, so a model whose adapters are fresh (B = 0) answers inside and
+    outside with the same bits. For passes without gradients, as a reference policy or to look at the base; what is
+    merged, saved or exported is not touched.
+
+    Raises:
+        InvalidConfig: the model has no adapter, and would be its own reference.
+    """
+    layers = [module for module in model.modules() if isinstance(module, Adaptable)]
+    if not any(site.adapter is not None for layer in layers for site in layer.sites("")):
+        raise InvalidConfig(
+            "adapters_off() on a model without LoRA: nothing would change.",
+            remedy="`lora` in the model's config, or a frozen copy of the model as the reference",
+        )
+    before = [layer.adapters_on for layer in layers]
+    try:
+        for layer in layers:
+            layer.adapters_on = False
+        yield
+    finally:
+        for layer, on in zip(layers, before, strict=True):
+            layer.adapters_on = on
 
 
 def check_targets(lora: LoRAConfig, names: Iterable[str]) -> None:

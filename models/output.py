@@ -6,9 +6,21 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from bestiary.kernels.divergence import TeacherHead
 from bestiary.models.cache import Cache
 
-FIELDS = ("loss", "logits", "log_probs", "scores", "aux_loss", "router_logits", "past_key_values", "hidden_states")
+FIELDS = (
+    "loss",
+    "logits",
+    "log_probs",
+    "scores",
+    "aux_loss",
+    "router_logits",
+    "past_key_values",
+    "hidden_states",
+    "divergence",
+    "teacher",
+)
 
 
 class DecoderOutput(dict[str, Any]):
@@ -17,6 +29,7 @@ class DecoderOutput(dict[str, Any]):
     loss: ().   logits: (B, T, V).   log_probs: (B, T), log p(target at t), 0 where ignored.   aux_loss: ().
     scores: (documents, num_labels) of a score head, and `logits` is the same tensor, as transformers calls it.
     router_logits: one (B·T, E) a routed layer.   past_key_values: `Cache`.   hidden_states: (B, T, H), after the norm.
+    divergence: (B, T), from a teacher, 0 where ignored.   teacher: this model as a teacher, without a graph.
     """
 
     loss: Tensor | None
@@ -27,6 +40,8 @@ class DecoderOutput(dict[str, Any]):
     router_logits: tuple[Tensor, ...] | None
     past_key_values: Cache | None
     hidden_states: Tensor | None
+    divergence: Tensor | None
+    teacher: TeacherHead | None
 
     def __init__(self, fields: Any = (), **named: Any) -> None:
         given = {**dict(fields), **named}

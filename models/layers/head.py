@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.kernels.cross_entropy import linear_cross_entropy
+from bestiary.kernels.divergence import Distillation, TeacherHead, linear_divergence
 from bestiary.kernels.head import head_logits
 from bestiary.kernels.log_prob import LogProb, linear_log_prob
 from bestiary.models.config import DecoderConfig
@@ -33,12 +34,33 @@ class Head(nn.Module):
         entropy: bool = False,
         loss: bool = False,
         num_items: Tensor | float | None = None,
-    ) -> Tensor | LogProb | tuple[Tensor, LogProb]:
+        distillation: Distillation | None = None,
+        as_teacher: bool = False,
+    ) -> Tensor | LogProb | tuple[Tensor, LogProb] | TeacherHead:
         """Logits (..., V) of hidden (..., H); with `targets` (...,) a flat `LogProb` of them, no logits.
 
         With `loss` the pair (−Σ log p / num_items, `LogProb` without a graph), at three quarters of the cost.
         num_items None: the number of targets.
+        With `distillation` the divergences (N,), with `loss` Σ / num_items, of the tokens that have a target.
+        With `as_teacher` hidden states and weight for a student's `distillation`, without a graph.
         """
+        if as_teacher:
+            flat = hidden.detach().reshape(-1, hidden.shape[-1])
+            return TeacherHead(flat, self.weight.detach(), None, self.divisor, self.softcap)
+        if distillation is not None:
+            return linear_divergence(
+                hidden.reshape(-1, hidden.shape[-1]),
+                self.weight,
+                distillation.teacher,
+                kind=distillation.kind,
+                beta=distillation.beta,
+                divisor=self.divisor,
+                softcap=self.softcap,
+                temperature=temperature,
+                mask=None if targets is None else targets.reshape(-1) != ignore_index,
+                reduction="mean" if loss else "none",
+                num_items=num_items,
+            )
         if targets is None:
             return head_logits(hidden, self.weight, divisor=self.divisor, softcap=self.softcap)
         rows = (hidden.reshape(-1, hidden.shape[-1]), self.weight, targets.reshape(-1))

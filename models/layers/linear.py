@@ -56,7 +56,7 @@ class Linear(nn.Linear, Adaptable):
             self.bias,
             self.lora_A,
             self.lora_B,
-            self.lora.scaling,
+            self.scaling(self.lora),
             dropout=self.lora.dropout,
             training=self.training,
         )

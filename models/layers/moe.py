@@ -70,7 +70,7 @@ class Router(nn.Module, Adaptable):
         if self.lora is None:
             return logits
         low = F.linear(x.to(self.lora_A.dtype), self.lora_A)
-        return (logits + F.linear(low, self.lora_B) * self.lora.scaling).to(logits.dtype)
+        return (logits + F.linear(low, self.lora_B) * self.scaling(self.lora)).to(logits.dtype)
 
     def _sigmoid(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Group-limited choice by biased scores, weights from the unbiased ones (transformers' Glm4MoeTopkRouter)."""
@@ -146,7 +146,7 @@ class Experts(nn.Module, Adaptable):
         if lora is None:
             return ExpertLinear(weight, bias)
         lora_A, lora_B = getattr(self, f"{projection}_lora_A"), getattr(self, f"{projection}_lora_B")
-        return ExpertLinear(weight, bias, lora_A, lora_B, lora.scaling)
+        return ExpertLinear(weight, bias, lora_A, lora_B, self.scaling(lora))
 
     def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """(N, H), experts (N, K), weights (N, K) → (N, H)."""
