@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from bestiary.training.errors import OutOfMemory, RankLost
 
+T = TypeVar("T")
 _CPU_MEMORY = "DefaultCPUAllocator"  # torch's only word for it on a CPU
 
 
@@ -36,6 +38,14 @@ class Control:
         row = torch.tensor([values[name] for name in names], dtype=torch.float64)
         dist.all_reduce(row, group=self.group)
         return {name: total / self.copies for name, total in zip(names, row.tolist(), strict=True)}
+
+    def gathered(self, value: T) -> list[T]:
+        """The value of every process; small ones, they travel as pickles."""
+        if self.group is None:
+            return [value]
+        every: list[T | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(every, value, group=self.group)
+        return [cast(T, one) for one in every]
 
     def any(self, flag: bool) -> bool:
         """Whether it holds on any process."""

@@ -24,7 +24,7 @@ from bestiary.training.data.loader import PackLoader
 from bestiary.training.data.packing import Pack
 from bestiary.training.errors import Diverged, InvalidRun
 from bestiary.training.optim import Optimisers, schedule
-from bestiary.training.recipes.base import Batch, Recipe
+from bestiary.training.recipes.base import Batch, Prepares, Recipe
 
 _REMEMBERED = 50  # losses whose median a spike is measured by
 _FEW = 8  # losses before which there is no such median
@@ -173,6 +173,7 @@ class Trainer:
         taken = [batch for _, batch in zip(range(self.per_step), batches, strict=False)]
         if len(taken) < self.per_step:
             return False
+        self._prepare(taken)
         given = self.loader.given
         before = (self._slots, self._useful, self._labelled)
         self._slots, self._useful, self._labelled = given.slots, given.useful_tokens, given.loss_tokens
@@ -208,6 +209,10 @@ class Trainer:
         return True
 
     _slots = _useful = _labelled = 0
+
+    def _prepare(self, batches: Sequence[Batch]) -> None:
+        if isinstance(self.recipe, Prepares):
+            self.recipe.prepare(self.model, batches, self.control, self.data_rank, self.data_parallel)
 
     def _backward(self, taken: Sequence[Batch], units: float) -> dict[str, float]:
         """Gradients of a step; sums of this process."""
@@ -316,10 +321,11 @@ class Trainer:
         sums: dict[str, float] = {}
         # Every process runs equally often, as sharded models must: what is left over runs everywhere and counts once.
         rounds = -(-len(self.held_out) // self.data_parallel)
-        for turn in range(rounds):
-            place = turn * self.data_parallel + self.data_rank
+        places = [turn * self.data_parallel + self.data_rank for turn in range(rounds)]
+        batches = [self.recipe.batch(self.held_out[min(place, len(self.held_out) - 1)]) for place in places]
+        self._prepare(batches)
+        for place, batch in zip(places, batches, strict=True):
             counts = place < len(self.held_out)
-            batch = self.recipe.batch(self.held_out[min(place, len(self.held_out) - 1)])
             found = self.recipe.loss(self.model, batch)
             values = {"loss": found.total, **found.metrics}
             for name, value in values.items():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from bestiary.models import Decoder
+from bestiary.training.control import Control
 from bestiary.training.data.packing import Pack
 from bestiary.training.data.samples import Kind
 
@@ -45,4 +46,18 @@ class Recipe(Protocol):
 
     def loss(self, model: Decoder, batch: Batch) -> LossSum:
         """Forward pass and sum."""
+        ...
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """A recipe that looks at a whole step before its first micro-batch."""
+
+    def prepare(self, model: Decoder, batches: Sequence[Batch], control: Control, rank: int, ranks: int) -> None:
+        """Add to the batches of a step, in place, what their loss needs of all of them; before they are counted.
+
+        Args:
+            batches: all that this process has of the step, or of the held-out packs.
+            rank, ranks: of this process among those with different data, all of which call at once.
+        """
         ...

@@ -10,7 +10,9 @@ from bestiary.models import Decoder
 from bestiary.training.data.batch import batch
 from bestiary.training.data.packing import Pack
 from bestiary.training.data.samples import Kind
+from bestiary.training.losses import dft
 from bestiary.training.recipes.base import Batch, LossSum
+from bestiary.training.recipes.documents import router_term
 from bestiary.training.recipes.names import known
 
 
@@ -45,10 +47,12 @@ class SFT:
         """The sum over the trained tokens."""
         if self.loss_name == "nll":
             # Divided by one: with a divisor the loss alone has a graph, at three quarters of the cost.
-            return LossSum(model(**on(batch, model), num_items_in_batch=1).loss)
-        log_probs = model(**on(batch, model)).log_probs
+            found = model(**on(batch, model), num_items_in_batch=1)
+            return LossSum(found.loss + router_term(model, found, self.count(batch) - 1))  # it is in the loss once
+        found = model(**on(batch, model))
+        log_probs = found.log_probs
         nll = -log_probs.detach().sum()
-        return LossSum(-(log_probs.detach().exp() * log_probs).sum(), {"nll": nll})
+        return LossSum(dft(log_probs) + router_term(model, found, self.count(batch)), {"nll": nll})
 
 
 def on(batch: Batch, model: Decoder) -> dict[str, Any]:

@@ -1,0 +1,123 @@
+"""Distillation: the student's next words towards a teacher's, over the whole vocabulary or its likeliest words."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal, cast, get_args
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from bestiary.kernels.divergence import Distillation, TeacherHead, TopK
+from bestiary.kernels.divergence_terms import Kind as Divergence
+from bestiary.kernels.head import head_logits
+from bestiary.models import Decoder
+from bestiary.training.data.batch import batch
+from bestiary.training.data.packing import Pack
+from bestiary.training.data.samples import Kind
+from bestiary.training.data.tokens import IGNORED
+from bestiary.training.errors import InvalidRun
+from bestiary.training.recipes.base import Batch, LossSum
+from bestiary.training.recipes.documents import check_positive, frozen_pass, model_inputs, router_term
+from bestiary.training.recipes.names import known
+
+_LOGITS = 2**24  # of the teacher at once, where its likeliest words are looked for
+
+
+class Distill:
+    """Args:
+    teacher: a model over the student's vocabulary; frozen here.
+    loss: forward_kl, KL(t ‖ s); reverse_kl, KL(s ‖ t); jsd, the generalised Jensen–Shannon divergence of GKD with
+        m = beta · t + (1 − beta) · s, as TRL's (OpenRLHF and NeMo-RL mix the two KLs instead).
+    beta: of jsd, in (0, 1).
+    temperature: of both sides; the divergence is not multiplied by its square, as in TRL and unlike Hinton et al.
+    top_k: the teacher's likeliest words count one by one and all others as one, on both sides; None: all words.
+
+    The divergence is taken where a token is trained: what the teacher says about prompts counts for nothing.
+
+    Raises:
+        InvalidRun: an unknown loss or a number outside its range.
+    """
+
+    name = "distill"
+    unit: Literal["tokens", "sequences"] = "tokens"
+    kinds: frozenset[Kind] = frozenset({"distillation", "chat", "completion", "text"})
+    losses: ClassVar[tuple[str, ...]] = get_args(Divergence)
+
+    def __init__(
+        self,
+        teacher: Decoder,
+        loss: str = "forward_kl",
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+    ) -> None:
+        self.kind = cast(Divergence, known(loss, self.losses, "loss.name"))
+        check_positive(temperature, "loss.options.temperature")
+        if not 0.0 < beta < 1.0:
+            raise InvalidRun(
+                f"loss.beta = {beta:g} is outside (0, 1).",
+                remedy="loss.name = forward_kl is the limit 0, reverse_kl the limit 1",
+            )
+        if top_k is not None and top_k < 1:
+            raise InvalidRun(f"loss.options.top_k = {top_k}.", remedy="at least 1, or leave it out for all words")
+        self.teacher = teacher.requires_grad_(False).eval()
+        self.beta, self.temperature, self.top_k = beta, temperature, top_k
+        # The student reads the teacher's head after the teacher's pass: FSDP2 must leave it whole.
+        for module in (teacher, teacher.lm_head):
+            if isinstance(module, FSDPModule):
+                module.set_reshard_after_forward(False, recurse=False)
+
+    def batch(self, pack: Pack) -> Batch:
+        """Arguments of forward with `shift_labels`."""
+        return dict(batch(pack, shifted=True))
+
+    def count(self, batch: Batch) -> int:
+        """Trained tokens."""
+        return int((batch["shift_labels"] != IGNORED).sum())
+
+    def loss(self, model: Decoder, batch: Batch) -> LossSum:
+        """Sum of the divergences.
+
+        Raises:
+            InvalidArgument: student and teacher have different vocabularies.
+        """
+        if self.teacher is model:
+            raise InvalidRun("the teacher is the student itself.", remedy="another model in loss.teacher")
+        given = model_inputs(batch, model, "shift_labels")
+        with frozen_pass(self.teacher):
+            teacher: TeacherHead | TopK = self.teacher(**model_inputs(batch, self.teacher), return_teacher=True).teacher
+            if self.top_k is not None and isinstance(teacher, TeacherHead):
+                counted = given["shift_labels"].flatten() != IGNORED
+                teacher = likeliest(teacher, self.top_k, self.temperature, counted)
+        asked = Distillation(teacher, self.kind, self.beta)
+        found = model(**given, num_items_in_batch=1, temperature=self.temperature, distillation=asked)
+        return LossSum(found.loss + router_term(model, found, self.count(batch) - 1))
+
+
+def likeliest(teacher: TeacherHead, k: int, temperature: float, counted: torch.Tensor) -> TopK:
+    """A teacher's k likeliest words at the positions that count, none (−1) elsewhere.
+
+    All other words keep a probability of at least a few roundings of 1: below that 1 − Σ p is noise, and a reverse
+    divergence from 0 would be infinite.
+
+    Args:
+        counted: (N,) bool.
+    Returns:
+        words (N, k) int64, log_prob (N, k).
+    Raises:
+        InvalidRun: k is larger than the vocabulary.
+    """
+    size = teacher.weight.shape[0]
+    if k > size:
+        raise InvalidRun(f"loss.options.top_k = {k} of {size} words.", remedy="fewer, or leave it out for all words")
+    words = torch.full((len(counted), k), -1, dtype=torch.int64, device=counted.device)
+    log_prob = torch.full((len(counted), k), -torch.inf, dtype=torch.float32, device=counted.device)
+    log_prob = log_prob.to(torch.promote_types(teacher.hidden.dtype, torch.float32))
+    with torch.no_grad():
+        for rows in counted.nonzero().squeeze(-1).split(max(1, _LOGITS // size)):
+            logits = head_logits(teacher.hidden[rows], teacher.weight, divisor=teacher.divisor, softcap=teacher.softcap)
+            found = (logits.to(log_prob.dtype) / temperature).log_softmax(-1).topk(k, dim=-1)
+            spare = (math.log1p(-8 * torch.finfo(log_prob.dtype).eps) - found.values.logsumexp(-1)).clamp(max=0.0)
+            words[rows], log_prob[rows] = found.indices, found.values + (spare[:, None] if k < size else 0.0)
+    return TopK(words, log_prob)
