@@ -61,8 +61,11 @@ NAMES = ("sft", "sft dft", "dpo", "kto", "reward", "reward squared", "distill", 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_neither_packing_nor_accumulation_nor_masked_documents_change_a_gradient(name):
-    """One pack, 2 and 4 of them, and one with a group behind that trains nothing: the same step, in every family."""
-    for family in FAMILIES:
+    """One pack, 2 and 4 of them, and one with a group behind that trains nothing: the same step, in every family.
+
+    Variants of a recipe's loss in one.
+    """
+    for family in FAMILIES if name in ("sft", "dpo", "kto", "reward", "distill") else ("gpt_oss",):
         model, recipe, groups = case(name, family)
         loss, expected = step(recipe, model, [pack(groups)])
         for count in (2, 4):
