@@ -39,14 +39,14 @@ def pairs(count: int = 8) -> list[Group]:
 def singles(count: int = 8) -> list[Group]:
     """Documents with a number beside: 1 and 0 by turns."""
     return [
-        (document(prompt, answer, place, number=float(place % 2)),)
+        (document(prompt, answer, place, value=float(place % 2)),)
         for place, (prompt, answer) in enumerate(LENGTHS[:count])
     ]
 
 
 def masked(group: Group) -> Group:
     """The same tokens, none of them trained."""
-    return tuple(Tokens(one.input_ids, np.full_like(one.labels, IGNORED), number=one.number) for one in group)
+    return tuple(Tokens(one.input_ids, np.full_like(one.labels, IGNORED), value=one.value) for one in group)
 
 
 def pack(groups: Sequence[Group], spare: int = 3) -> Pack:

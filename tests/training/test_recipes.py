@@ -2,6 +2,7 @@
 
 import math
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from bestiary.models.config import HeadKind
 from bestiary.models.errors import InvalidConfig
 from bestiary.models.lora import adapters_off
 from bestiary.training.control import Control
+from bestiary.training.data.errors import SampleRefused
 from bestiary.training.data.packing import fit
-from bestiary.training.data.ranks import _flat, _unflat
 from bestiary.training.data.tokens import Tokens
 from bestiary.training.errors import InvalidRun
 from bestiary.training.recipes.distill import Distill
+from bestiary.training.recipes.documents import FORWARD
 from bestiary.training.recipes.dpo import DPO
 from bestiary.training.recipes.kto import KTO, mismatched
 from bestiary.training.recipes.reference import AdaptersOff, Live, Stored
@@ -225,15 +227,21 @@ def test_distillation_is_the_divergence_of_the_logits():
         dist.destroy_process_group()
 
 
-def test_numbers_travel_with_their_documents():
-    made = pack([*singles(3), *pairs(1)])
-    numbers = _unflat(_flat(made)).numbers
-    assert numbers[:3].tolist() == [0.0, 1.0, 0.0]
-    assert len(numbers) == 5
-    assert not any(number == number for number in numbers[3:])
-    assert _unflat(_flat(pack(pairs(1)))).numbers is None
-    with pytest.raises(InvalidRun, match="document 3 of a pack has no number, which kto reads"):
-        KTO(AdaptersOff()).batch(made)
+def test_pairs_bring_their_own_margins():
+    """In place of the constant; a pack in which some have none is refused, and one of answers without labels too."""
+    model = tiny("qwen3", head=HeadKind.SCORE, tie_word_embeddings=False)
+    given = [
+        tuple(replace(one, value=margin) for one in pair) for pair, margin in zip(pairs(2), (0.5, 2.0), strict=True)
+    ]
+    recipe = Reward(margin=7.0)
+    batch = recipe.batch(pack(given))
+    scores = model(**{name: batch[name] for name in FORWARD}).scores[:4, 0].view(2, 2)
+    expected = -torch.nn.functional.logsigmoid(scores[:, 0] - scores[:, 1] - torch.tensor([0.5, 2.0])).sum()
+    torch.testing.assert_close(recipe.loss(model, batch).total, expected, rtol=1e-12, atol=0)
+    with pytest.raises(SampleRefused, match="document 2 of 4 in a pack carries no number"):
+        recipe.batch(pack([given[0], *pairs(1)]))
+    with pytest.raises(SampleRefused, match="document 0 of 2"):
+        KTO(AdaptersOff()).batch(pack(pairs(1)))
 
 
 def test_a_pair_that_is_equal_after_truncation_is_left_out():

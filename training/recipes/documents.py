@@ -51,22 +51,6 @@ def document_sums(values: Tensor, found: Batch) -> Tensor:
     return sums.index_add(0, on(found["document"], values.device), values[0])[:-1]
 
 
-def numbers(pack: Pack, recipe: str) -> Tensor:
-    """The number that came with each document, (documents,) float64.
-
-    Raises:
-        InvalidRun: a document has none.
-    """
-    given = np.full(pack.documents, np.nan) if pack.numbers is None else pack.numbers
-    found = torch.from_numpy(np.array(given, np.float64))
-    if bool(found.isnan().any()):
-        raise InvalidRun(
-            f"document {int(found.isnan().nonzero()[0])} of a pack has no number, which {recipe} reads.",
-            remedy="sources of kind 'unpaired' (label) or 'reward' (score)",
-        )
-    return found
-
-
 @contextmanager
 def frozen_pass(model: nn.Module) -> Iterator[None]:
     """Inside, the model computes without gradients and without dropout."""

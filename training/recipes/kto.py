@@ -12,6 +12,7 @@ import torch
 
 from bestiary.models import Decoder
 from bestiary.training.control import Control
+from bestiary.training.data.batch import document_values
 from bestiary.training.data.packing import Candidate, Pack, assemble
 from bestiary.training.data.samples import Kind
 from bestiary.training.data.source import Cursor
@@ -24,7 +25,6 @@ from bestiary.training.recipes.documents import (
     document_batch,
     frozen_pass,
     model_inputs,
-    numbers,
     on,
     router_term,
 )
@@ -83,10 +83,10 @@ class KTO:
         """`document_batch` with `wanted` and `counts` (documents,) bool, `turns`, and `z`, which `prepare` sets.
 
         Raises:
-            InvalidRun: a document without a label.
+            SampleRefused: a document without a label.
         """
         found = document_batch(pack)
-        found["wanted"] = numbers(pack, self.name) > 0.5
+        found["wanted"] = document_values(pack) > 0.5
         found["counts"] = found["targets"] > 0
         found["turns"] = turns(pack) if self.estimates else []
         found["z"] = None if self.estimates else 0.0

@@ -9,19 +9,20 @@ from torch import Tensor
 
 from bestiary.models import Decoder
 from bestiary.models.config import HeadKind
+from bestiary.training.data.batch import document_values
 from bestiary.training.data.packing import Pack
 from bestiary.training.data.samples import Kind
 from bestiary.training.errors import InvalidRun
 from bestiary.training.losses import pairwise, squared
 from bestiary.training.recipes.base import Batch, LossSum
-from bestiary.training.recipes.documents import document_batch, model_inputs, numbers, on, router_term
+from bestiary.training.recipes.documents import document_batch, model_inputs, on, router_term
 from bestiary.training.recipes.names import known
 
 
 class Reward:
     """Args:
     loss: "pairwise", Bradley–Terry on preference pairs; "squared", distance from the score that data gives.
-    margin: that the chosen answer's score is asked to be ahead by.
+    margin: that the chosen answer's score is asked to be ahead by, in packs whose pairs bring no margins of their own.
     centring: weight of (s_c + s_r)², which holds scores near 0; 0: none.
 
     The model has a score head of one label. Scores are read at the last token of each document.
@@ -46,21 +47,27 @@ class Reward:
                 )
 
     def batch(self, pack: Pack) -> Batch:
-        """`document_batch` with `counts` (pairs or documents,) bool, and `wanted` of scored data.
+        """`document_batch` with `counts` (pairs or documents,) bool, `margin` of pairs, `wanted` of scored data.
 
         Raises:
-            InvalidRun: the pack holds no pairs, or documents without a score.
+            InvalidRun: the pack holds no pairs.   SampleRefused: a document without a score, or some margins missing.
         """
         found = document_batch(pack)
         found["counts"] = found["targets"] > 0
         if not self.paired:
-            return found | {"wanted": numbers(pack, self.name)}
+            return found | {"wanted": document_values(pack)}
         if pack.documents % 2:
             raise InvalidRun(
                 f"a pack of {pack.documents} documents under {self.name}, which takes them in pairs.",
                 remedy="sources of kind 'preference', or loss.name = squared for scored answers",
             )
         found["counts"] = found["counts"].view(-1, 2).all(1)
+        given = (
+            torch.full((pack.documents,), self.margin, dtype=torch.float64)
+            if pack.values is None
+            else document_values(pack)
+        )
+        found["margin"] = given.view(-1, 2)[:, 0]
         return found
 
     def count(self, batch: Batch) -> int:
@@ -87,7 +94,9 @@ class Reward:
             total = over(squared(scores, on(batch["wanted"], scores.device))) + routers
             return LossSum(total, {"score": over(scores.detach())})
         better, worse = scores.view(-1, 2).unbind(1)
-        total = over(pairwise(better, worse, self.margin, self.centring)) + routers
+        total = (
+            over(pairwise(better, worse, on(batch["margin"], scores.device).to(scores.dtype), self.centring)) + routers
+        )
         better, worse = better.detach(), worse.detach()
         return LossSum(
             total,
