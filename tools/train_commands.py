@@ -79,7 +79,11 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _dry_run(config: RunConfig, *, quiet: bool) -> dict[str, Any]:
-    """The whole configuration, without reading a weight."""
+    """The whole configuration and the estimate of a step, without reading a weight."""
+    from bestiary.training.estimate import estimate
+
+    found = estimate(config)
     if not quiet:
         print(config.yaml(), end="")
-    return {"config": config.model_dump(mode="json")}
+        print("\n".join(found.lines()))
+    return {"config": config.model_dump(mode="json"), "estimate": found.as_json()}

@@ -21,6 +21,7 @@ import torch
 
 from bestiary.bridges import get_bridge, read_config
 from bestiary.bridges.hub import CONFIG, resolve
+from bestiary.bridges.peft_import import base_of, is_adapter
 from bestiary.kernels.precision import at_least_fp32
 from bestiary.kernels.vocab_tiles import row_chunks
 from bestiary.models import Decoder, DecoderConfig, LoRAConfig
@@ -252,6 +253,8 @@ def _sizes(config: DecoderConfig, labels: int | None) -> dict[str, torch.Size]:
 def _read(src: str, revision: str | None) -> tuple[DecoderConfig, torch.dtype]:
     """What a checkpoint's config states; bfloat16 where it states no dtype."""
     folder = resolve(src, revision=revision, weights=False)
+    if is_adapter(folder):
+        return _read(base_of(folder, None), None)
     json = read_config(folder)
     place = str(folder / CONFIG)
     parsed = get_bridge(str(json.get("model_type")), read_from=place).parse(json, source=place)

@@ -32,6 +32,7 @@ from bestiary.training.data.packing import Pack
 from bestiary.training.data.plan import Plan
 from bestiary.training.data.tokenizer import BaseHFModelTokenizer
 from bestiary.training.errors import InvalidRun
+from bestiary.training.estimate import estimate
 from bestiary.training.flops import StepFlops
 from bestiary.training.loop import Trainer
 from bestiary.training.memory import PeakMemory
@@ -97,7 +98,7 @@ def run(config: RunConfig, *, also: Sequence[Tracker] = ()) -> Outcome:
         tracker = trackers(config.tracking.to, config.out, info, first=first, also=also)
         stack.callback(tracker.close)
         trainer.log = tracker
-        with named_failures("see --dry-run", config.loop.timeout_s):
+        with named_failures(estimate(config).words(), config.loop.timeout_s):
             trainer.fit()
     exported = config.out / EXPORT
     return Outcome(
@@ -134,9 +135,8 @@ def prepare(
     plan = config.data.plan(tokenizer)
     check_data(config.data, recipe, data.size)
     control = Control(here.control, copies=here.size // data.size)
-    trained = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     meter = Throughput(
-        [StepFlops(model.decoder_config, trainable=trained.__contains__)],
+        [StepFlops.of(model)],
         device_peak(here.device, _dtype(config.precision.compute) or model.dtype),
         devices=here.size,
         sums=control.sums,

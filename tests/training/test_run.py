@@ -193,5 +193,8 @@ def test_a_changed_run_is_not_taken_for_the_same(whole, place):
 
 def test_a_dry_run_prints_the_configuration_and_writes_nothing(place, tmp_path, capsys):
     assert cli.main(["sft", str(place / "run.json"), f"out={tmp_path / 'run'}", "--dry-run"]) == 0
-    assert "max_grad_norm: 1.0" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "max_grad_norm: 1.0" in out
+    assert "memory of a device" in out
+    assert "TFLOP" in out
     assert not (tmp_path / "run").exists()
