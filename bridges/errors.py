@@ -136,6 +136,12 @@ class UnsupportedLoad(BestiaryError):
     """An argument of a load or save that this version does not implement."""
 
 
+class NoScoreClass(UnsupportedLoad):
+    """A family of which transformers has no `…ForSequenceClassification`."""
+
+    exit_code = 4
+
+
 class UnsupportedAdapter(BestiaryError):
     """An adapter that PEFT can hold and our layers cannot, or the other way round."""
 

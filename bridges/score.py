@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from bestiary.bridges.errors import UnsupportedLoad
+from bestiary.bridges.errors import NoScoreClass, UnsupportedLoad
 from bestiary.bridges.fields import HFFields
 from bestiary.models.config import DecoderConfig, HeadKind
 
@@ -33,14 +33,14 @@ def score_class(bridge: Bridge) -> str:
     """Name of the class in transformers that is the family under a score head, from the table of its auto classes.
 
     Raises:
-        UnsupportedLoad: the installed transformers has none (Granite, OLMoE, Cohere 2, …).
+        NoScoreClass: the installed transformers has none (Granite, OLMoE, Cohere 2, …).
         ImportError: transformers' modelling files are out of reach.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as known
 
     found: str | None = known.get(bridge.model_type)
     if found is None:
-        raise UnsupportedLoad(
+        raise NoScoreClass(
             f"{bridge.model_type} with a score head: transformers {version('transformers')} has no {_CLASS} of this "
             "family, so nothing could be verified and no checkpoint be read by others.",
             remedy="take a family that has one, e.g. qwen3, llama, gemma3_text; "
@@ -53,7 +53,7 @@ def check_score_class(bridge: Bridge) -> None:
     """Refuse a family without a class for scores, where the table can be read at all.
 
     Raises:
-        UnsupportedLoad: see `score_class`.
+        NoScoreClass: see `score_class`.
     """
     try:
         score_class(bridge)
@@ -72,7 +72,7 @@ def read_head(bridge: Bridge, decoder: DecoderConfig, hf: HFFields) -> DecoderCo
 
     Raises:
         UnsupportedConfig: labels that contradict each other, or none.
-        UnsupportedLoad: a family without a class for scores.
+        NoScoreClass: a family without a class for scores.
     """
     if not is_score_architecture(hf.json):
         return decoder

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from bestiary.bridges.storage import read_json
+from bestiary.models.config import HeadKind
 from bestiary.verify.checkpoint import run_checkpoint
 from bestiary.verify.foreign import OPTION, load_factory
 from bestiary.verify.gates import Gates
@@ -42,6 +43,7 @@ def verify(
     work: str | Path | None = None,
     ours: str | None = None,
     device: str = "cpu",
+    head: str = "lm",
 ) -> Verdict:
     """Verifies a family on tiny configs, or a checkpoint folder on its own weights.
 
@@ -62,13 +64,19 @@ def verify(
         work: checkpoint: folder for what a killed run leaves; None: in the user's cache folder.
         pool: references that earlier calls built, to share them.
         device: where both sides compute: "cpu", "cuda" or "cuda:N"; level K runs on the CPU.
+        head: family: "score" verifies its reward model, against transformers' `…ForSequenceClassification`.
         ours: family: "package.module:factory" of another implementation; see `bestiary.verify.foreign`.
     Raises:
+        NoScoreClass: transformers has no reward model of this family.
         UnsupportedModelType, CheckpointNotFound, BadUsage, GateError, NoDevice, BadFactory: nothing can be verified so.
     """
     gates = Gates().tightened(tighten)
     foreign, place = None if ours is None else load_factory(ours), usable(device)
+    if head not in list(HeadKind):
+        raise BadUsage(f"--head {head}.", remedy=f"one of {', '.join(HeadKind)}")
     if is_checkpoint(str(target)):
+        if head != HeadKind.LM:
+            raise BadUsage(f"--head {head} with the checkpoint {target}.", remedy="name the family, e.g. qwen3")
         if foreign is not None:
             raise BadUsage(f"{OPTION} {ours} with the checkpoint {target}.", remedy="name the family, e.g. qwen3")
         return run_checkpoint(
@@ -92,10 +100,11 @@ def verify(
         isolate=isolate,
         cases=_cases(config),
         pool=pool,
-        explain=explain,
+        explain=explain if head == HeadKind.LM else None,  # the bugs that it replays are a language model's
         progress=progress,
         foreign=foreign,
         device=place,
+        head=HeadKind(head),
     )
 
 

@@ -34,6 +34,7 @@ examples:
   verify-bridge diff before.json after.json             progress between two verdicts
   verify-bridge ./checkpoint --text README.md           a checkpoint, on a text of yours
   verify-bridge new llama                               what a port of a new architecture starts from
+  verify-bridge qwen3 --head score                      its reward model, …ForSequenceClassification
   verify-bridge qwen3 --ours mine.model:build           an nn.Module of yours, its parameters named as the bridge does
   verify-bridge self-test                               plant bugs and see that each is found
   verify-bridge self-test gpt_oss --catalogue my_bugs   with bugs of a module of yours
@@ -74,6 +75,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="verify on this config.json in place of the tiny ones")
     parser.add_argument("--isolate", action="store_true", help="run our forward where transformers' models are blocked")
     parser.add_argument("--device", default="cpu", metavar="DEVICE", help="where both sides compute: cpu, cuda, cuda:N")
+    parser.add_argument(
+        "--head", choices=("lm", "score"), default="lm", help="score: the family's reward model; levels V0 V1 V2 V4 V5"
+    )
     parser.add_argument(
         "--ours",
         metavar="MODULE:FACTORY",
@@ -173,7 +177,6 @@ def _guarded(command: Any, args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     outputs.check(args)
-    from bestiary.bridges import registered_bridges
     from bestiary.verify.api import verify_several
     from bestiary.verify.reading import read_self_test
     from bestiary.verify.report import text
@@ -182,7 +185,7 @@ def _verify(args: argparse.Namespace) -> int:
 
     kills = read_self_test(args.kill_matrix) if args.kill_matrix else None
     verdicts = verify_several(
-        list(registered_bridges()) if args.all else args.targets,
+        _every(args.head) if args.all else args.targets,
         workers=(cores() if args.all else 1) if args.workers is None else args.workers,
         level=args.level,
         only=args.only,
@@ -196,6 +199,7 @@ def _verify(args: argparse.Namespace) -> int:
         work=args.work,
         ours=args.ours,
         device=args.device,
+        head=args.head,
         progress=None if args.quiet else _progress,
     )
     _progress("")
@@ -203,6 +207,25 @@ def _verify(args: argparse.Namespace) -> int:
     if not outputs.write_report(args, result, kills):
         say(text(result))
     return int(result.exit_code)
+
+
+def _every(head: str) -> list[str]:
+    """Every registered bridge that has a model under `head`; stderr names the others."""
+    from bestiary.bridges import registered_bridges
+    from bestiary.bridges.errors import NoScoreClass
+    from bestiary.models.config import HeadKind
+
+    found, without = [], []
+    for name, bridge in registered_bridges().items():
+        try:
+            bridge.reference_for(HeadKind(head))
+        except NoScoreClass:
+            without.append(name)
+        else:
+            found.append(name)
+    if without:
+        print(f"transformers has no reward model of {', '.join(without)}", file=sys.stderr)
+    return found
 
 
 def _self_test(args: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bestiary.bridges import TensorInfo
 from bestiary.models import Decoder, DecoderConfig
+from bestiary.models.config import HeadKind
 from bestiary.verify.foreign import ALWAYS
 from bestiary.verify.gates import Gates
 from bestiary.verify.inputs import Inputs, tokens
@@ -41,6 +42,7 @@ class Lab:
         gates: thresholds of this run.
         pool: built references; shared between runs where nothing of Hugging Face is mutated.
         isolate: whether our forward also runs in a process without transformers' modelling files.
+        head: what stands on the final norm, on both sides.
         keys, config, profiles: what V0, V3 and comparisons of logits found, for the verdict.
         kernels: what K found of every optimised implementation, by "operation=implementation".
         varied: configs beside `cases` in which a check failed, by check id, so that they can be looked at again.
@@ -55,6 +57,7 @@ class Lab:
     gates: Gates
     pool: ReferencePool
     isolate: bool = False
+    head: HeadKind = HeadKind.LM
     keys: Keys = field(default_factory=Keys)
     config: list[FieldFinding] = field(default_factory=list)
     profiles: list[Profile] = field(default_factory=list)

@@ -264,10 +264,15 @@ class Reference:
 
         return self.once("trace", plain, answer)
 
-    def gradients(self, inputs: Inputs) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
-        """Output with labels and the gradient of its loss for every parameter and for "inputs_embeds".
+    def gradients(
+        self, inputs: Inputs, loss: Callable[[dict[str, Any]], Tensor] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
+        """Output and the gradient of its loss for every parameter and for "inputs_embeds".
 
         The embeddings are computed inside the model and tapped at their output, so both paths of a tied matrix count.
+
+        Args:
+            loss: of the output, one for each model; None: the model's own, which needs labels.
         """
 
         def answer() -> tuple[dict[str, Any], dict[str, Tensor | None]]:
@@ -283,7 +288,7 @@ class Reference:
                 with self.running() as model:
                     model.zero_grad(set_to_none=True)
                     output = dict(model(**inputs.kwargs(), use_cache=False))
-                    output["loss"].backward()
+                    (output["loss"] if loss is None else loss(output)).backward()
             finally:
                 handle.remove()
             grads = {name: moved(parameter.grad, CPU) for name, parameter in self.model.named_parameters()}

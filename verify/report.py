@@ -129,11 +129,15 @@ def _whose(verdict: Verdict) -> list[str]:
     return [f"  ours is           {other.factory}   not asked: {_cut('; '.join(other.omitted) or 'nothing', 120)}"]
 
 
+def _named(verdict: Verdict) -> str:
+    return verdict.family if verdict.head == "lm" else f"{verdict.family} --head {verdict.head}"
+
+
 def family_lines(verdict: Verdict) -> list[str]:
     """The text of one verdict, at most `MAX_LINES` lines."""
     scope = "" if verdict.scope == "full" else "   partial run"
     head = (
-        f"{verdict.family}  transformers {verdict.env.get('transformers', '?')} {verdict.reference_class}"
+        f"{_named(verdict)}  transformers {verdict.env.get('transformers', '?')} {verdict.reference_class}"
         f"   seed {verdict.seed}   gate {verdict.gate_version}{'' if verdict.official else ' tightened'}{scope}"
     )
     lines = [head, *_whose(verdict), *(_level(level) for level in verdict.levels)]
@@ -156,7 +160,7 @@ def summary_line(verdict: Verdict) -> str:
     worst = f"   fp64 worst {max(figures):.1e}" if figures else ""
     refused = sum(level.refused for level in verdict.levels)
     return (
-        f"{verdict.family:<14} {verdict.verdict:<12} {passed}/{planned}{f', {refused} refused' if refused else ''}"
+        f"{_named(verdict):<14} {verdict.verdict:<12} {passed}/{planned}{f', {refused} refused' if refused else ''}"
         f"   {verdict.seconds:.1f} s{worst}"
     )
 

@@ -13,6 +13,7 @@ import torch
 from bestiary.bridges import get_bridge
 from bestiary.bridges.errors import UnsupportedConfig
 from bestiary.kernels.errors import BestiaryError
+from bestiary.models.config import HeadKind
 from bestiary.verify.activity import audit, weaknesses
 from bestiary.verify.checks import Check, Outcome, Replay, exit_codes, not_run, run_level, selected
 from bestiary.verify.delegation import foreign_code, foreign_modules
@@ -27,10 +28,11 @@ from bestiary.verify.hashes import (
     reference_modules,
 )
 from bestiary.verify.lab import Lab
-from bestiary.verify.levels import REGISTRY, LevelSpec
+from bestiary.verify.levels import LevelSpec, registry
 from bestiary.verify.localise import localise
 from bestiary.verify.placing import CPU
 from bestiary.verify.reference import ReferencePool, quiet
+from bestiary.verify.scoring import score_configs
 from bestiary.verify.side import MutateOurs, MutateTheirs, OurSide, TheirSide
 from bestiary.verify.tiny import FROM_DEFAULTS, Raw, completed, tiny_configs
 from bestiary.verify.verdict import (
@@ -68,15 +70,16 @@ class Evidence:
     level: str
 
 
-def parse_levels(text: str | None) -> list[LevelSpec]:
-    """The levels of "V2", "V0..V2" or "V0,V4"; all of them for None.
+def parse_levels(text: str | None, head: HeadKind = HeadKind.LM) -> list[LevelSpec]:
+    """The levels of "V2", "V0..V2" or "V0,V4" that a model under `head` has; all of them for None.
 
     Raises:
         BadUsage: an unknown level, or a range that runs backwards.
     """
-    known = [spec.id for spec in REGISTRY]
+    offered = registry(head)
+    known = [spec.id for spec in offered]
     if text is None:
-        return list(REGISTRY)
+        return list(offered)
     wanted: list[str] = []
     for part in text.split(","):
         first, dots, last = part.strip().partition("..")
@@ -86,7 +89,7 @@ def parse_levels(text: str | None) -> list[LevelSpec]:
                 f"--level {text} is no level or range.", remedy=f"e.g. V2, V0..V2; known: {', '.join(known)}"
             )
         wanted += known[known.index(first) : known.index(last) + 1]
-    return [spec for spec in REGISTRY if spec.id in wanted]
+    return [spec for spec in offered if spec.id in wanted]
 
 
 def environment(device: torch.device = CPU) -> dict[str, str]:
@@ -121,6 +124,7 @@ def run(
     foreign: Foreign | None = None,
     device: torch.device = CPU,
     first_failure: bool = False,
+    head: HeadKind = HeadKind.LM,
 ) -> Verdict:
     """Verifies one family on tiny configs.
 
@@ -142,26 +146,31 @@ def run(
         first_failure: ask a level no further once a check has failed that can be looked at again: a self-test needs
             no more.
         device: where both sides compute; level K has implementations of its own for the CPU and runs there.
+        head: SCORE: the family's reward model, against transformers' `…ForSequenceClassification`, on its levels.
     Returns:
         The verdict. Errors of usage (unknown family, level or pattern) are raised.
     Raises:
-        UnsupportedModelType, BadUsage.
+        UnsupportedModelType, BadUsage.   NoScoreClass: transformers has no reward model of this family.
     """
     start = time.perf_counter()
-    specs = parse_levels(levels)
+    specs = parse_levels(levels, head)
     for spec in specs:  # a module imported while a bug is planted would keep it, by the name it imports
         spec.load()
+    if head is not HeadKind.LM and foreign is not None:
+        raise BadUsage(f"{OPTION} {foreign.name} with --head {head}.", remedy="drop one of the two")
     shared = ReferencePool(device) if pool is None else pool
     if shared.device != device:
         told = f"a pool of references on {shared.device} for a run on {device}."
         raise BadUsage(told, remedy="a pool for each device")
     bridge = get_bridge(family)
+    given = None if cases is None else {name: completed(bridge.reference, raw) for name, raw in cases.items()}
+    if head is HeadKind.SCORE:
+        given = score_configs(bridge, given)
     lab = Lab(
         family=family,
-        reference=bridge.reference,
-        cases=tiny_configs(bridge.reference)
-        if cases is None
-        else {name: completed(bridge.reference, raw) for name, raw in cases.items()},
+        reference=bridge.reference_for(head),
+        cases=tiny_configs(bridge.reference) if given is None else given,
+        head=head,
         ours=OurSide(bridge, foreign, device),
         theirs=TheirSide(),
         seed=seed,
@@ -247,9 +256,10 @@ def _verify(
         family=lab.family,
         model_type=lab.ours.current.model_type,
         reference_class=lab.reference.partition(":")[2],
+        head=lab.head.value,
         verdict=WORDS[code],
         exit_code=code,
-        scope="full" if not only and not omitted and len(specs) == len(REGISTRY) else "partial",
+        scope="full" if not only and not omitted and len(specs) == len(registry(lab.head)) else "partial",
         gate_version=GATE_VERSION,
         official=dict(lab.gates.table) == dict(OFFICIAL),
         env=environment(lab.device),
@@ -311,8 +321,11 @@ def _first_replay(outcomes: Sequence[Outcome]) -> Replay | None:
 
 
 def _audit(lab: Lab, specs: Sequence[LevelSpec], *, checks_run: bool) -> tuple[dict[str, Activity], list[str]]:
-    """The activity of every tiny config, where a level that depends on it ran."""
-    if not checks_run or not any(spec.id in AUDITED for spec in specs):
+    """The activity of every tiny config, where a level that depends on it ran.
+
+    That of a reward model's backbone is what a run without a score head finds: the tiny configs are the same.
+    """
+    if lab.head is not HeadKind.LM or not checks_run or not any(spec.id in AUDITED for spec in specs):
         return {}, []
     audits = lab.pool.remember(
         ("audit", lab.config_json(), lab.seed, lab.theirs.mutated),
@@ -377,5 +390,6 @@ def _repro(lab: Lab, levels: Sequence[Level], divergence: Divergence | None) -> 
             only = f"layer{divergence.layer}"
         quoted = only if re.fullmatch(r"[\w./*-]+", only) else f"'{only}'"
         whose = "" if lab.ours.foreign is None else f" {OPTION} {lab.ours.foreign.name}"
+        whose += "" if lab.head is HeadKind.LM else f" --head {lab.head}"
         return f"verify-bridge {lab.family}{whose} --level {level.id} --only {quoted} --seed {lab.seed}"
     return None

@@ -238,6 +238,7 @@ class Verdict(_Strict):
     family: str
     model_type: str
     reference_class: str
+    head: Literal["lm", "score"] = "lm"
     verdict: Word
     exit_code: Exit
     scope: Literal["full", "partial"]

@@ -8,6 +8,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from bestiary.models.config import HeadKind
 from bestiary.verify.verdict import Exit
 
 if TYPE_CHECKING:
@@ -55,3 +56,17 @@ REGISTRY: tuple[LevelSpec, ...] = (
     LevelSpec("V7", "bf16", "v7_bf16"),
     LevelSpec("K", "kernels", "k_kernels", own="bestiary's kernels"),
 )
+
+SCORE_REGISTRY: tuple[LevelSpec, ...] = (
+    LevelSpec("V0", "keys", "v0_keys", on_error=Exit.KEYS),
+    LevelSpec("V1", "round trip", "v1_round_trip", on_error=Exit.KEYS),
+    LevelSpec("V2", "semantics", "score_semantics"),
+    LevelSpec("V4", "gradients", "score_gradients"),
+    LevelSpec("V5", "inputs", "score_inputs"),
+)
+"""The levels of a reward model. What config fields, fp32 and bfloat16 do to its backbone, a run without it asks."""
+
+
+def registry(head: HeadKind) -> tuple[LevelSpec, ...]:
+    """The levels of a model under a head."""
+    return REGISTRY if head is HeadKind.LM else SCORE_REGISTRY

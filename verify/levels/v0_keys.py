@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bestiary.bridges.errors import KeyMismatch, UnsupportedConfig
 from bestiary.kernels.errors import BestiaryError
+from bestiary.models.config import HeadKind
 from bestiary.models.layers.rotary import rope_frequencies
 from bestiary.verify.checks import Check, Outcome, failed, holds, passed, unless_mismatched
 from bestiary.verify.foreign import OWN
@@ -161,7 +162,7 @@ def _plan_case(lab: Lab, case: str) -> list[Check]:
     checks += [
         Check(f"{case}/written once", partial(_written_once, lab, case)),
         Check(f"{case}/poison", partial(_poison, lab, case)),
-        Check(f"{case}/tie", partial(_tie, lab, case)),
+        *([Check(f"{case}/tie", partial(_tie, lab, case))] if lab.head is HeadKind.LM else []),
         Check(f"{case}/parameters", partial(_parameter_count, lab, case)),
         Check(f"{case}/buffers", partial(_buffers, lab, case), needs=(OWN,)),
     ]

@@ -19,6 +19,7 @@ from bestiary.bridges.errors import UnsupportedConfig
 from bestiary.bridges.storage import read_json, read_rows
 from bestiary.kernels.errors import BestiaryError
 from bestiary.models import Decoder
+from bestiary.models.config import HeadKind
 from bestiary.verify.checks import Check, Outcome, failed, holds, passed
 from bestiary.verify.lab import Lab
 from bestiary.verify.localise import layer_of
@@ -201,6 +202,13 @@ def _architecture(lab: Lab, case: str) -> Outcome:
     return passed()
 
 
+def _architectures(lab: Lab, case: str) -> Outcome:
+    """The class that transformers' auto classes and other readers build."""
+    files = (written(lab, case, torch.float32).folder, _trip(lab, case, torch.float32).exported)
+    theirs, ours = (read_json(folder / "config.json").get("architectures") for folder in files)
+    return holds(theirs == ours, Exit.KEYS, f"our export names {ours}, Hugging Face's {theirs}")
+
+
 def _stream(lab: Lab, case: str) -> Outcome:
     trip = _trip(lab, case, torch.float32)
     streamed = dict(lab.ours.current.named_hf_tensors(trip.ours))
@@ -230,6 +238,8 @@ def plan(lab: Lab) -> list[Check]:
             Check(f"{case}/stream", partial(_stream, lab, case)),
         ]
     first = next(iter(lab.cases))
+    if lab.head is not HeadKind.LM:
+        checks.append(Check(f"{first}/architectures", partial(_architectures, lab, first)))
     checks += [
         Check(f"{first}/bfloat16/{key}", partial(_file, lab, first, torch.bfloat16, key), layer_of(key))
         for key in written(lab, first, torch.bfloat16).files

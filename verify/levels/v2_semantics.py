@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,6 +12,7 @@ from bestiary.models import Decoder
 from bestiary.verify.checks import Check, Outcome, Replay, failed, holds, judged
 from bestiary.verify.delegation import delegates, isolated_logits
 from bestiary.verify.foreign import OWN
+from bestiary.verify.inputs import Inputs
 from bestiary.verify.lab import Lab, count_layers
 from bestiary.verify.localise import ModuleMap, Pair, layer_of, pairs, trace_ours
 from bestiary.verify.measure import max_over_std
@@ -83,7 +85,8 @@ def _pairs(lab: Lab, case: str) -> list[Pair]:
     return lab.once(("pairs", case), collect)
 
 
-def _compare_modules(lab: Lab, case: str, layer: int | None) -> Outcome:
+def compare_modules(lab: Lab, case: str, layer: int | None) -> Outcome:
+    """The outputs of a layer's modules; None: of those outside the layers."""
     found = [pair for pair in _pairs(lab, case) if pair.event.side == "out" and layer_of(pair.event.module) == layer]
     if not found:
         return failed(Exit.KEYS, "no module of ours corresponds to one of Hugging Face's")
@@ -91,15 +94,15 @@ def _compare_modules(lab: Lab, case: str, layer: int | None) -> Outcome:
     return judged(worst.figure, lab.gates["V2"], detail=worst.event.module, replay=Replay(case, lab.probe(case)))
 
 
-def _aligned(lab: Lab, case: str) -> Outcome:
-    """Every module of ours with parameters has a counterpart whose output was compared."""
+def aligned(lab: Lab, case: str, *, aside: tuple[str, ...] = ()) -> Outcome:
+    """Every module of ours with parameters has a counterpart whose output was compared, those `aside` excepted."""
     seen = {pair.event.module for pair in _pairs(lab, case) if pair.event.side == "out"}
     own = [
         name
         for name, module in lab.model(case).named_modules()
         if name and not isinstance(module, nn.ModuleList) and list(module.parameters())
     ]
-    missing = [name for name in own if name not in seen]
+    missing = [name for name in own if name not in seen and name not in aside]
     return holds(not missing, Exit.KEYS, f"{len(missing)} modules have no counterpart, first {missing[:1]}")
 
 
@@ -109,20 +112,20 @@ def _no_delegation(lab: Lab, case: str) -> Outcome:
     return holds(not found, Exit.TAMPERING, f"our forward runs {found[:2]} of transformers")
 
 
-def _isolated(lab: Lab, case: str) -> Outcome:
-    """Our logits from a process that cannot import transformers' modelling files."""
+def isolated(lab: Lab, case: str, *, ask: Callable[[Lab, str], Inputs] = Lab.probe) -> Outcome:
+    """Our logits from a process that cannot import transformers' modelling files, on the ids that `ask` gives."""
 
-    def ask() -> dict[str, Tensor]:
+    def answers() -> dict[str, Tensor]:
         folder = lab.folder("isolated")
         questions = {}
         for name in lab.cases:
             with quiet():
                 lab.hf(name).model.save_pretrained(folder / name)  # type: ignore[operator]
-            questions[name] = {"input_ids": lab.probe(name).input_ids}
+            questions[name] = {"input_ids": ask(lab, name).input_ids}
         return isolated_logits(folder, questions)
 
-    inputs = lab.probe(case)
-    figure = max_over_std(lab.once(("isolated",), ask)[case], lab.hf(case).logits(inputs))
+    inputs = ask(lab, case)
+    figure = max_over_std(lab.once(("isolated",), answers)[case], lab.hf(case).logits(inputs))
     return judged(figure, lab.gates["V2"])
 
 
@@ -136,10 +139,10 @@ def plan(lab: Lab) -> list[Check]:
     for case in lab.cases:
         checks += [
             Check(f"{case}/finite", partial(_finite, lab, case)),
-            Check(f"{case}/aligned", partial(_aligned, lab, case), needs=(OWN,)),
-            Check(f"{case}/embedding and norm", partial(_compare_modules, lab, case, None)),
+            Check(f"{case}/aligned", partial(aligned, lab, case), needs=(OWN,)),
+            Check(f"{case}/embedding and norm", partial(compare_modules, lab, case, None)),
             *(
-                Check(f"{case}/layer{index}", partial(_compare_modules, lab, case, index), index)
+                Check(f"{case}/layer{index}", partial(compare_modules, lab, case, index), index)
                 for index in range(count_layers(lab, case))
             ),
             Check(f"{case}/logits", partial(_compare_logits, lab, case)),
@@ -147,7 +150,7 @@ def plan(lab: Lab) -> list[Check]:
             Check(f"{case}/second seed", partial(_second_seed, lab, case)),
         ]
         if lab.isolate:
-            checks.append(Check(f"{case}/isolated", partial(_isolated, lab, case), needs=(OWN,)))
+            checks.append(Check(f"{case}/isolated", partial(isolated, lab, case), needs=(OWN,)))
     first = next(iter(lab.cases))
     checks += [
         Check(f"{first}/control", partial(_control, lab, first)),

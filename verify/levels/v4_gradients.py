@@ -77,21 +77,26 @@ def _theirs(lab: Lab, case: str, inputs: Inputs) -> tuple[dict[str, Any], Gradie
     """Hugging Face's output and gradients, under our names and in our layout; None where it has none."""
 
     def read() -> tuple[dict[str, Any], Gradients]:
-        reference: Reference = lab.hf(case)
-        output, gradients = reference.gradients(inputs)
-        hub = {name: gradients[name] for name, _ in reference.model.named_parameters()}
-        state = reference.state()
-        zeros = {name: torch.zeros_like(state[name]) if grad is None else grad for name, grad in hub.items()}
-        marks = {name: torch.full_like(state[name], float(grad is None)) for name, grad in hub.items()}
-        # persistent buffers are parameters of ours that nothing trains
-        buffers = {name: t for name, t in state.items() if name not in zeros and not _is_tied_head(reference, name)}
-        absent = lab.ours.native(lab.cases[case], marks | {name: torch.ones_like(t) for name, t in buffers.items()})
-        native = lab.ours.native(lab.cases[case], zeros | {name: torch.zeros_like(t) for name, t in buffers.items()})
-        found: Gradients = {name: None if bool(absent[name].all()) else value for name, value in native.items()}
-        found[EMBEDS] = gradients[EMBEDS]
-        return output, found
+        output, gradients = lab.hf(case).gradients(inputs)
+        return output, in_our_layout(lab, case, gradients)
 
     return lab.once(("hf gradients", case, inputs.key), read)
+
+
+def in_our_layout(lab: Lab, case: str, gradients: Gradients) -> Gradients:
+    """Gradients of Hugging Face's parameters as those of ours that they belong to; None where it has none."""
+    reference: Reference = lab.hf(case)
+    hub = {name: gradients[name] for name, _ in reference.model.named_parameters()}
+    state = reference.state()
+    zeros = {name: torch.zeros_like(state[name]) if grad is None else grad for name, grad in hub.items()}
+    marks = {name: torch.full_like(state[name], float(grad is None)) for name, grad in hub.items()}
+    # persistent buffers are parameters of ours that nothing trains
+    buffers = {name: t for name, t in state.items() if name not in zeros and not _is_tied_head(reference, name)}
+    absent = lab.ours.native(lab.cases[case], marks | {name: torch.ones_like(t) for name, t in buffers.items()})
+    native = lab.ours.native(lab.cases[case], zeros | {name: torch.zeros_like(t) for name, t in buffers.items()})
+    found: Gradients = {name: None if bool(absent[name].all()) else value for name, value in native.items()}
+    found[EMBEDS] = gradients[EMBEDS]
+    return found
 
 
 def _is_tied_head(reference: Reference, name: str) -> bool:
@@ -177,13 +182,13 @@ def plan(lab: Lab) -> list[Check]:
     checks = []
     for case in lab.cases:
         names = [name for name, _ in lab.hf(case).model.named_parameters()]
-        ours = _our_names(names, lab.ours.current)
+        ours = our_names(names, lab.ours.current)
         checks += [
             Check(f"{case}/loss", partial(_value, lab, case, "loss")),
             Check(f"{case}/aux_loss", partial(_value, lab, case, "aux_loss")),
             *(Check(f"{case}/{name}", partial(_gradient, lab, case, name), layer_of(name)) for name in ours),
             Check(f"{case}/{EMBEDS}", partial(_gradient, lab, case, EMBEDS)),
-            Check(f"{case}/every parameter", partial(_same_parameters, lab, case, ours)),
+            Check(f"{case}/every parameter", partial(same_parameters, lab, case, ours)),
         ]
     first = next(iter(lab.cases))
     checks += [
@@ -194,7 +199,7 @@ def plan(lab: Lab) -> list[Check]:
     return checks
 
 
-def _our_names(names: list[str], bridge: Bridge) -> list[str]:
+def our_names(names: list[str], bridge: Bridge) -> list[str]:
     """Our names of Hugging Face's parameters: a fused one's parts, of others by the module map read backwards."""
     from bestiary.verify.localise import ModuleMap
 
@@ -207,7 +212,8 @@ def _our_names(names: list[str], bridge: Bridge) -> list[str]:
     return found
 
 
-def _same_parameters(lab: Lab, case: str, planned: list[str]) -> Outcome:
+def same_parameters(lab: Lab, case: str, planned: list[str]) -> Outcome:
+    """Every parameter of ours has a check of its gradient, and no other has."""
     own = {name for name, parameter in lab.model(case).named_parameters() if parameter.requires_grad}
     odd = sorted(own ^ set(planned))
     return holds(not odd, Exit.KEYS, f"parameters without a gradient check: {odd[:3]}")

@@ -27,7 +27,7 @@ TEMPERATURE = 0.7
 ITEMS = 17
 
 
-def _window(lab: Lab, case: str) -> int:
+def window_of(lab: Lab, case: str) -> int:
     """The sliding window of a config, or the tiny configs' where it has none."""
     window = lab.cases[case].get("sliding_window")
     return window if isinstance(window, int) else WINDOW
@@ -78,7 +78,7 @@ def _offset_by_row(lab: Lab, case: str) -> Outcome:
 
 def _padded(lab: Lab, case: str, side: str, *, fill_salt: int = 0) -> tuple[Inputs, list[Tensor]]:
     """A batch of rows of different lengths padded on one side, and the rows alone (1, t)."""
-    window = _window(lab, case)
+    window = window_of(lab, case)
     real = [3 * window + 2, 3 * window - 5, window + 1, 2]
     width = max(real)
     ids = lab.inputs(lab.cases[case], batch=len(real), length=width, salt=4).input_ids
@@ -164,7 +164,7 @@ def _documents(window: int) -> list[int]:
 
 def _packed(lab: Lab, case: str, batch: int = 1) -> tuple[Inputs, list[Tensor]]:
     """Rows of documents with positions that restart, the second row in reverse order; and each document alone."""
-    counts = _documents(_window(lab, case))
+    counts = _documents(window_of(lab, case))
     ids = lab.inputs(lab.cases[case], batch=batch, length=sum(counts), salt=6).input_ids
     orders = [counts if row % 2 == 0 else counts[::-1] for row in range(batch)]
     positions = torch.stack([torch.cat([torch.arange(count) for count in order]) for order in orders])
@@ -247,7 +247,7 @@ def _chunks(window: int, kind: str) -> list[int]:
 
 def _cached(lab: Lab, case: str, kind: str) -> Outcome:
     """Prefill and decoding past the window against Hugging Face's one forward over everything."""
-    chunks = _chunks(_window(lab, case), kind)
+    chunks = _chunks(window_of(lab, case), kind)
     inputs = lab.inputs(lab.cases[case], batch=2, length=sum(chunks), salt=7)
     ours = _decoded(lab, case, inputs.input_ids, chunks)
     replay = _asked(lab, case, inputs, ours, lambda reference: _hf_decoded(reference, inputs.input_ids, chunks))
@@ -255,13 +255,13 @@ def _cached(lab: Lab, case: str, kind: str) -> Outcome:
 
 
 def _cached_against_ours(lab: Lab, case: str) -> Outcome:
-    chunks = _chunks(_window(lab, case), "steps")
+    chunks = _chunks(window_of(lab, case), "steps")
     inputs = lab.inputs(lab.cases[case], batch=2, length=sum(chunks), salt=7)
     return _judge(lab, _decoded(lab, case, inputs.input_ids, chunks), _ours(lab, case, inputs))
 
 
 def _cached_on_both(lab: Lab, case: str) -> Outcome:
-    chunks = _chunks(_window(lab, case), "steps")
+    chunks = _chunks(window_of(lab, case), "steps")
     ids = lab.inputs(lab.cases[case], batch=1, length=sum(chunks), salt=8).input_ids
     return _judge(lab, _decoded(lab, case, ids, chunks), _hf_decoded(lab.hf(case), ids, chunks))
 
@@ -269,14 +269,14 @@ def _cached_on_both(lab: Lab, case: str) -> Outcome:
 def _cached_padded(lab: Lab, case: str) -> Outcome:
     inputs, rows = _padded(lab, case, "left")
     mask = inputs.kwargs()["attention_mask"]
-    width, prefill = inputs.input_ids.shape[1], _window(lab, case)
+    width, prefill = inputs.input_ids.shape[1], window_of(lab, case)
     ours = _decoded(lab, case, inputs.input_ids, [prefill] + [1] * (width - prefill), mask)
     return _judge(lab, _rows(ours, mask), _alone(lab, case, rows, width))
 
 
 def _cache_reordered(lab: Lab, case: str) -> Outcome:
     """Rows of a cache taken in another order continue as those rows."""
-    model, window = lab.model(case), _window(lab, case)
+    model, window = lab.model(case), window_of(lab, case)
     ids = lab.inputs(lab.cases[case], batch=3, length=window + 6, salt=9).input_ids
     order = torch.tensor([2, 0, 2])
     cache = Cache(lab.decoder_config(case))
@@ -349,7 +349,7 @@ def plan(lab: Lab) -> list[Check]:
     """Every kind of input, on two configs with different windows and layer patterns."""
     checks = []
     for case in [name for name in CASES if name in lab.cases] or [lab.main_case]:
-        window = _window(lab, case)
+        window = window_of(lab, case)
         checks += [Check(f"{case}/length {n}", partial(_length, lab, case, n)) for n in lengths(window)]
         checks += [Check(f"{case}/offset {n}", partial(_offset, lab, case, n), needs=POSITIONS) for n in OFFSETS]
         checks.append(Check(f"{case}/offset by row", partial(_offset_by_row, lab, case), needs=POSITIONS))
