@@ -107,6 +107,7 @@ def build_self_test_parser() -> argparse.ArgumentParser:
         metavar="V0..V7",
         help="ask these levels too about every bug, beside the one that must see it",
     )
+    parser.add_argument("--head", choices=("lm", "score"), default="lm", help="score: bugs of reward models")
     parser.add_argument("--seed", type=int, default=0, help="of weights and inputs; default: 0")
     outputs.add_options(parser, "json", "report", "junit")
     parser.add_argument("--quiet", action="store_true", help="no progress lines on stderr")
@@ -230,16 +231,17 @@ def _every(head: str) -> list[str]:
 
 def _self_test(args: argparse.Namespace) -> int:
     outputs.check(args)
-    from bestiary.bridges import registered_bridges
+    from bestiary.models.config import HeadKind
     from bestiary.verify.self_test import self_test
 
-    families = args.targets if args.targets and not args.all else list(registered_bridges())
+    families = args.targets if args.targets and not args.all else _every(args.head)
     result = self_test(
         families,
         catalogues=args.catalogue,
         seed=args.seed,
         progress=None if args.quiet else _progress,
         matrix=args.matrix,
+        head=HeadKind(args.head),
     )
     _progress("")
     if not outputs.write_self_test(args, result):

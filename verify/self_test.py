@@ -18,18 +18,22 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from bestiary.bridges import get_bridge
+from bestiary.bridges import Bridge, get_bridge
+from bestiary.models.config import HeadKind
 from bestiary.verify.benign import REWRITES, Benign
 from bestiary.verify.gates import GATE_VERSION
 from bestiary.verify.hypotheses import explain
 from bestiary.verify.planted import PlantedBug, catalogue_with
 from bestiary.verify.reference import ReferencePool
 from bestiary.verify.run import BadUsage, parse_levels, run
+from bestiary.verify.scoring import score_configs
 from bestiary.verify.tiny import Raw, tiny_configs
 from bestiary.verify.verdict import Exit, Finding, Verdict
 
 MIN_BUGS = 34
 MIN_BENIGN = 10
+MIN_SCORE_BUGS = 8
+"""Of reward models, whose backbone the others are planted in."""
 MIN_NAMED = 0.9
 """Share of kills whose cause the verdict must name."""
 
@@ -176,7 +180,7 @@ def plant(
     causes = [] if verdict is None else [hypothesis.mutation_id for hypothesis in verdict.hypotheses]
     by_check = any(part in text for part in bug.checks for text in found)
     first = findings[0] if findings else None
-    others = [] if matrix is None else [spec.id for spec in parse_levels(matrix) if spec.id != bug.level]
+    others = [] if matrix is None else [spec.id for spec in parse_levels(matrix, bug.head) if spec.id != bug.level]
     return Kill(
         bug=bug.id,
         level=bug.level,
@@ -199,7 +203,9 @@ def _seen_by(family: str, bug: PlantedBug, levels: Sequence[str], seed: int, poo
     seen = []
     for level in levels:
         try:
-            verdict = run(family, level, seed, cases=cases, mutate_ours=bug.ours, pool=pool, first_failure=True)
+            verdict = run(
+                family, level, seed, cases=cases, mutate_ours=bug.ours, pool=pool, first_failure=True, head=bug.head
+            )
         except (AttributeError, ImportError, TypeError, KeyError):
             continue  # cannot be planted, which the kill reports
         if _killing(verdict):
@@ -212,8 +218,12 @@ def _first_case(family: str, bug: PlantedBug) -> dict[str, Raw] | None:
     bridge = get_bridge(family)
     if bug.level == "V3":
         return None
-    cases = tiny_configs(bridge.reference)
+    cases = _configs(bridge, bug.head)
     return next(({name: raw} for name, raw in cases.items() if bug.applies(bridge.parse(raw).decoder)), None)
+
+
+def _configs(bridge: Bridge, head: HeadKind) -> dict[str, Raw]:
+    return tiny_configs(bridge.reference) if head is HeadKind.LM else score_configs(bridge)
 
 
 def _planted(
@@ -229,7 +239,8 @@ def _planted(
             cases=cases,
             mutate_ours=bug.ours,
             pool=pool,
-            explain=explain,
+            explain=explain if bug.head is HeadKind.LM else None,
+            head=bug.head,
             first_failure=bug.reference is not None and not bug.checks,  # then a replay names the cause
         )
     except BadUsage as error:
@@ -274,17 +285,21 @@ def examine(
     seed: int = 0,
     progress: Progress | None = None,
     matrix: str | None = None,
+    head: HeadKind = HeadKind.LM,
 ) -> FamilyResult:
     """Runs a family untouched, then with each bug and each rewrite (None: all of `REWRITES`) that concerns it.
 
     Args:
+        head: of the models; `bugs` are of the same, and rewrites there are of language models alone.
         matrix: as for `plant`.
     """
     start, say, pool = time.perf_counter(), progress or (lambda _: None), ReferencePool()
     bridge = get_bridge(family)
     say(f"{family} untouched")
-    clean = run(family, None, seed, pool=pool)
-    configs = [bridge.parse(raw).decoder for raw in tiny_configs(bridge.reference).values()]
+    clean = run(family, None, seed, pool=pool, head=head)
+    configs = [bridge.parse(raw).decoder for raw in _configs(bridge, head).values()]
+    if head is not HeadKind.LM:
+        rewrites = ()
     kills, passes = [], []
     for bug in bugs:
         if bug.concerns(bridge, configs):
@@ -308,11 +323,11 @@ def examine(
 # ------------------------------------------------------------------ all of them
 
 
-def _work(family: str, catalogues: Sequence[str], seed: int, matrix: str | None) -> FamilyResult:
-    return examine(family, catalogue_with(catalogues), seed=seed, matrix=matrix)
+def _work(family: str, catalogues: Sequence[str], seed: int, matrix: str | None, head: HeadKind) -> FamilyResult:
+    return examine(family, catalogue_with(catalogues, head), seed=seed, matrix=matrix, head=head)
 
 
-def judge(families: Sequence[FamilyResult], *, seed: int, seconds: float) -> SelfTest:
+def judge(families: Sequence[FamilyResult], *, seed: int, seconds: float, head: HeadKind = HeadKind.LM) -> SelfTest:
     """The result over families: anything that is missing is a problem, and a problem is never exit 0."""
     wrong = [f"{f.family}: the untouched model does not pass ({f.clean})" for f in families if f.clean != "pass"]
     wrong += [
@@ -322,10 +337,11 @@ def judge(families: Sequence[FamilyResult], *, seed: int, seconds: float) -> Sel
     wrong += [f"{f.family}: false alarm on {p.rewrite}: {p.check} {p.detail}" for f in families for p in f.alarms]
     weak = []
     bugs = {kill.bug for family in families for kill in family.kills}
-    if len(bugs) < MIN_BUGS:
-        weak.append(f"{len(bugs)} bugs were planted, at least {MIN_BUGS} needed")
-    if len(_rewrites(families)) < MIN_BENIGN:
-        weak.append(f"{len(_rewrites(families))} benign rewrites were run, at least {MIN_BENIGN} needed")
+    least, benign = (MIN_BUGS, MIN_BENIGN) if head is HeadKind.LM else (MIN_SCORE_BUGS, 0)
+    if len(bugs) < least:
+        weak.append(f"{len(bugs)} bugs were planted, at least {least} needed")
+    if len(_rewrites(families)) < benign:
+        weak.append(f"{len(_rewrites(families))} benign rewrites were run, at least {benign} needed")
     killed = [kill for family in families for kill in family.kills if kill.killed]
     named = sum(kill.named for kill in killed)
     if named < MIN_NAMED * len(killed):
@@ -355,6 +371,7 @@ def self_test(
     progress: Progress | None = None,
     workers: int | None = None,
     matrix: str | None = None,
+    head: HeadKind = HeadKind.LM,
 ) -> SelfTest:
     """Plants the catalogue, and that of further modules, in each family.
 
@@ -365,24 +382,26 @@ def self_test(
         progress: called with a line now and then.
         workers: processes; None: one a core, at most one a family.
         matrix: levels, as `--level` takes them, that are asked about every bug beside its own; None: none.
+        head: SCORE: the bugs of reward models, in those.
     Raises:
         BadUsage: `matrix` names no level.
         BadCatalogue: a module that cannot be used.   UnsupportedModelType: an unknown family.
+        NoScoreClass: transformers has no reward model of a family.
     """
     start = time.perf_counter()
-    bugs = catalogue_with(catalogues)
-    parse_levels(matrix)
+    bugs = catalogue_with(catalogues, head)
+    parse_levels(matrix, head)
     for family in families:
-        get_bridge(family)
+        get_bridge(family).reference_for(head)
     count = min(len(families), cores()) if workers is None else workers
     results: list[FamilyResult] = []
     if count <= 1:
-        results = [examine(family, bugs, seed=seed, progress=progress, matrix=matrix) for family in families]
+        results = [examine(family, bugs, seed=seed, progress=progress, matrix=matrix, head=head) for family in families]
     else:
         with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
-            futures = [pool.submit(_work, family, catalogues, seed, matrix) for family in families]
+            futures = [pool.submit(_work, family, catalogues, seed, matrix, head) for family in families]
             for future in futures:
                 results.append(future.result())
                 if progress is not None:
                     progress(f"self-test {len(results)}/{len(families)} families")
-    return judge(results, seed=seed, seconds=time.perf_counter() - start)
+    return judge(results, seed=seed, seconds=time.perf_counter() - start, head=head)

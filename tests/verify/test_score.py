@@ -2,14 +2,24 @@
 
 import pytest
 
+from bestiary.bridges import get_bridge
 from bestiary.bridges.errors import NoScoreClass
 from bestiary.models.config import HeadKind
 from bestiary.verify.api import verify
 from bestiary.verify.cli import main
+from bestiary.verify.planted import PlantedBug
+from bestiary.verify.planted.score import BUGS
+from bestiary.verify.reference import ReferencePool
 from bestiary.verify.report import family_lines
 from bestiary.verify.run import BadUsage, parse_levels
 from bestiary.verify.scoring import score_configs
+from bestiary.verify.self_test import plant
 from bestiary.verify.verdict import Exit
+
+
+@pytest.fixture(scope="module")
+def pool() -> ReferencePool:
+    return ReferencePool()
 
 
 def test_a_reward_model_passes_and_the_verdict_names_its_head() -> None:
@@ -25,9 +35,13 @@ def test_soft_caps_experts_and_windows_of_the_backbone_pass_too(family: str) -> 
     assert verify(family, head="score", level="V2,V5", only=["base"]).exit_code == Exit.PASS
 
 
-def test_labels_differ_between_the_tiny_configs() -> None:
-    from bestiary.bridges import get_bridge
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.id)
+def test_every_planted_bug_of_the_head_is_killed_and_named(bug: PlantedBug, pool: ReferencePool) -> None:
+    kill = plant("qwen3", bug, pool=pool)
+    assert (kill.killed, kill.named) == (True, True)
 
+
+def test_labels_differ_between_the_tiny_configs() -> None:
     bridge = get_bridge("qwen3")
     read = {name: bridge.parse(raw).decoder for name, raw in score_configs(bridge).items()}
     assert {name: config.num_labels for name, config in read.items()} == {"base": 1, "mha": 3, "mqa": 2, "square": 1}

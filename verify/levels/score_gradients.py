@@ -83,7 +83,8 @@ def _packed(lab: Lab, case: str) -> Outcome:
     row, borders = ids.flatten()[None], torch.arange(0, ids.numel() + 1, ids.shape[1], device=lab.device)
     ours = backward(lab.model(case), Inputs(row), partial(_our_loss, cu_seq_lens_q=borders))[1]
     theirs = dict(_theirs(lab, case, Inputs(ids)))
-    theirs[EMBEDS] = None if theirs[EMBEDS] is None else theirs[EMBEDS].flatten(0, 1)[None]
+    embeds = theirs[EMBEDS]
+    theirs[EMBEDS] = None if embeds is None else embeds.flatten(0, 1)[None]
     return _worst(lab, ours, theirs)
 
 

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Iterable
 
 from bestiary.kernels.errors import BestiaryError
+from bestiary.models.config import HeadKind
 from bestiary.verify.planted import (
     attention,
     cheats,
@@ -21,6 +22,7 @@ from bestiary.verify.planted import (
     norms,
     precision,
     rope,
+    score,
     switches,
 )
 from bestiary.verify.planted.bug import Plant, PlantedBug, ReferencePlant
@@ -54,13 +56,13 @@ class BadCatalogue(BestiaryError):
     """A module given to `--catalogue` that cannot be imported or holds no `BUGS`, or an id that exists already."""
 
 
-def catalogue_with(modules: Iterable[str]) -> tuple[PlantedBug, ...]:
-    """The catalogue and the `BUGS` of further modules.
+def catalogue_with(modules: Iterable[str], head: HeadKind = HeadKind.LM) -> tuple[PlantedBug, ...]:
+    """The catalogue of a head and the `BUGS` of further modules.
 
     Raises:
         BadCatalogue: names the module or the id.
     """
-    bugs = list(CATALOGUE)
+    bugs = list(CATALOGUE if head is HeadKind.LM else score.BUGS)
     for name in modules:
         try:
             module = importlib.import_module(name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from bestiary.bridges import Bridge
-from bestiary.models.config import DecoderConfig
+from bestiary.models.config import DecoderConfig, HeadKind
 from bestiary.verify.side import OurSide
 from bestiary.verify.tiny import config_defaults, tiny_configs
 
@@ -71,6 +71,7 @@ class PlantedBug:
         config_fields: Hugging Face fields it misreads, for the reader of a verdict.
         checks: what a failing check says that names this cause, for bugs that no replay can name: V0, V1 and V3 name
             keys and fields, and a cheat is named by its guard.
+        head: of the models that have the place it breaks; another head has a self-test of its own.
         quick: patterns of check ids to ask first, where the level is long; a survivor meets the whole level.
     """
 
@@ -83,6 +84,7 @@ class PlantedBug:
     reference: ReferencePlant | None = None
     config_fields: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
+    head: HeadKind = HeadKind.LM
     quick: tuple[str, ...] = ()
 
     def concerns(self, bridge: Bridge, configs: Iterable[DecoderConfig]) -> bool:
