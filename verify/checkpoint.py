@@ -18,6 +18,7 @@ from bestiary.bridges.hub import resolve
 from bestiary.bridges.storage import read_rows
 from bestiary.bridges.streaming import stored_parameters
 from bestiary.models import DecoderConfig
+from bestiary.models.config import HeadKind
 from bestiary.verify.checkpoint_bench import Bench
 from bestiary.verify.checks import (
     Check,
@@ -251,6 +252,11 @@ def run_checkpoint(
     raw = read_config(folder)
     bridge = get_bridge(str(raw.get("model_type")), read_from=str(folder))
     config = bridge.parse(raw, source=str(folder / "config.json")).decoder
+    if config.head is not HeadKind.LM:
+        raise BadUsage(
+            f"{source} is a reward model; V8 streams language models alone.",
+            remedy=f"verify its family: verify-bridge {config.model_type} --head {config.head}",
+        )
     with tempfile.TemporaryDirectory(prefix="verify-bridge-") as scratch, quiet():
         bench = Bench(
             folder,

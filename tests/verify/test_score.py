@@ -1,5 +1,8 @@
 """`verify-bridge FAMILY --head score` passes, says what it verified, and refuses what it has no answer for."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from bestiary.bridges import get_bridge
@@ -51,6 +54,13 @@ def test_labels_differ_between_the_tiny_configs() -> None:
 def test_a_family_without_a_class_is_refused_with_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["granite", "--head", "score"]) == NoScoreClass.exit_code == Exit.REFUSED
     assert "has no ForSequenceClassification" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_a_reward_model_names_the_command_for_its_family(tmp_path: Path) -> None:
+    config = score_configs(get_bridge("qwen3"))["square"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadUsage, match="verify-bridge qwen3 --head score"):
+        verify(tmp_path)
 
 
 def test_levels_of_another_head_and_other_usage_are_refused() -> None:
