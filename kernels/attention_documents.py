@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from bestiary.kernels.errors import UnsupportedDispatch
+from bestiary.kernels.flops import counted, has_data
 from bestiary.kernels.precision import at_least_fp32
 
 # Queries of one fused call. Small blocks waste little on keys above the diagonal or left of the window: with 64 rows
@@ -246,6 +247,35 @@ def _backward(ctx: Any, grad: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None,
 
 
 _attend.register_autograd(_backward, setup_context=_save)
+
+
+@counted(_attend)
+def _flops(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *mask: Any, out_val: Any = None) -> int:
+    """Scores and values of the pairs that see each other, in every query head."""
+    return 2 * _pairs(q, k, *mask[:-1]) * q.shape[1] * (q.shape[-1] + v.shape[-1])
+
+
+@counted(_attend_backward)
+def _flops_back(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *mask: Any, out_val: Any = None
+) -> int:
+    """The gradients of scores, values, queries and keys; scores computed again are not counted."""
+    return 4 * _pairs(q, k, *mask[:-1]) * q.shape[1] * (q.shape[-1] + v.shape[-1])
+
+
+def _pairs(
+    q: Tensor,
+    k: Tensor,
+    ranges: Tensor | None,
+    documents: Tensor | None,
+    key_valid: Tensor | None,
+    window: int | None,
+) -> int:
+    """(query, key) pairs of all rows that the mask leaves; without data: of whole rows, causal and windowed."""
+    if not has_data(ranges, documents, key_valid):
+        ranges, documents, key_valid = None, None, None
+    _, mask = _read(q, k, ranges, documents, key_valid, window)
+    return sum(len(range(len(q))[rows]) * int((seen == 0).sum()) for rows, _, _, seen in mask.blocks())
 
 
 def _read(

@@ -21,6 +21,7 @@ from torch import Tensor
 from bestiary.kernels.dispatch import choose
 from bestiary.kernels.expert_linear import ExpertGradients, ExpertLinear
 from bestiary.kernels.experts_activation import CLAMPED, activate, activate_back
+from bestiary.kernels.flops import counted, has_data, projection, projection_back
 from bestiary.kernels.precision import at_least_fp32
 from bestiary.kernels.triton_runtime import obstacle
 
@@ -193,6 +194,24 @@ def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, .
 
 
 _run.register_autograd(_backward, setup_context=_save)
+
+
+@counted(_run)
+def _flops(x: Tensor, indices: Tensor, weights: Tensor, *rest: Any, **_: Any) -> int:
+    """Both projections of the choices that are experts of this rank."""
+    up, _, up_A, up_B, down, _, down_A, down_B = rest[:8]
+    rows = int((indices < len(up)).sum()) if has_data(indices) else indices.numel()
+    return projection(rows, up, up_A, up_B) + projection(rows, down, down_A, down_B)
+
+
+@counted(_run_back)
+def _flops_back(
+    grad: Tensor, x: Tensor, weights: Tensor, h: Tensor, order: Tensor, ends: Tensor, *rest: Any, **_: Any
+) -> int:
+    """The gradient of what lies between the projections, which routing weights need too, and those asked for."""
+    of_x, _, *needed = rest[-1]
+    rows = int(ends[-1]) if has_data(ends) else len(order)
+    return projection_back(rows, rest[:4], of_x, needed[:4]) + projection_back(rows, rest[4:8], True, needed[4:])
 
 
 class _Gradients(NamedTuple):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from bestiary.kernels.dispatch import forced
+from bestiary.kernels.flops import counted, head
 from bestiary.kernels.log_prob_autograd import Passes, Problem, full_precision
 from bestiary.kernels.log_prob_gradients import Known, Upstream
 from bestiary.kernels.log_prob_terms import LogitMap, LogProb, ScalarLoss, Setting, Wanted, check_labels
@@ -206,6 +207,13 @@ def _scale_gradients(ctx: Any, scale: Tensor | None, *_: Tensor | None) -> tuple
 _loss.register_autograd(_scale_gradients, setup_context=_keep_gradients)
 
 
+@counted(_loss)
+def _loss_flops(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any, **_: Any) -> int:
+    """The logits, and the gradients of hidden and weight, which are computed at once."""
+    ignore_index, _, _, for_hidden, for_weight, _, _ = rest[-7:]
+    return head(hidden, weight, target, ignore_index, 1 + for_hidden + for_weight)
+
+
 # ------------------------------------------------------------------------------------------------ per-token outputs
 
 
@@ -322,3 +330,16 @@ def _recompute_rows(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, 
 
 
 _rows.register_autograd(_recompute_rows, setup_context=_keep_rows)
+
+
+@counted(_rows)
+def _rows_flops(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any, **_: Any) -> int:
+    """The logits."""
+    return head(hidden, weight, target, rest[-5], 1)
+
+
+@counted(_rows_backward)
+def _rows_flops_back(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any, **_: Any) -> int:
+    """The gradients of hidden and weight, without the logits that are computed again."""
+    ignore_index, for_hidden, for_weight, _, _ = rest[-5:]
+    return head(hidden, weight, target, ignore_index, for_hidden + for_weight)

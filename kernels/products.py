@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 SMALL = 2**22  # multiply-adds below which calling costs more than it saves
 
@@ -28,6 +28,15 @@ def _multiply_adds(x: Sequence[int], weight: Sequence[int], *_: object, out_shap
 
 if inner_product is not None:
     register_flop_formula(inner_product)(_multiply_adds)
+
+
+def _multiply_adds_in_place(_: object, left: Sequence[int], right: Sequence[int], **__: object) -> int:
+    """What torch counts for `addmm`."""
+    return 2 * prod(left) * right[1]
+
+
+if torch.ops.aten.addmm_ not in flop_registry:  # torch 2.13 counts `addmm` alone
+    register_flop_formula(torch.ops.aten.addmm_)(_multiply_adds_in_place)
 
 
 @cache
