@@ -39,7 +39,7 @@ from bestiary.bridges.writing import (
 )
 from bestiary.models.config import DecoderConfig, HeadKind
 from bestiary.models.lora import sites
-from bestiary.models.sharding import is_spread, whole
+from bestiary.models.sharding import is_spread, kept, whole
 
 if TYPE_CHECKING:
     from bestiary.bridges.bridge import Bridge
@@ -159,6 +159,7 @@ def named_hf_tensors(bridge: Bridge, model: Decoder, *, merge_lora: bool = True)
 
 def _tensors(bridge: Bridge, model: Decoder, plan: Plan, *, merge: bool = True) -> _Tensors:
     """The tensors of `model` under `plan`, refused where the model is not what its config describes."""
+    kept(model)
     expected = bridge.parameters(model.decoder_config)
     found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     shared = expected.keys() & found.keys()

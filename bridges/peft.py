@@ -31,7 +31,7 @@ from bestiary.bridges.together import first_writes
 from bestiary.bridges.writing import Entry, staged, write_file, write_json
 from bestiary.models.config import HeadKind
 from bestiary.models.lora import ADAPTER_LEAVES, Site, sites
-from bestiary.models.sharding import is_spread, whole
+from bestiary.models.sharding import is_spread, kept, whole
 
 if TYPE_CHECKING:
     from bestiary.bridges.bridge import Bridge
@@ -121,6 +121,7 @@ def save_adapter(bridge: Bridge, model: Decoder, path: Path, *, overwrite: bool 
         UnsupportedAdapter: an adapter that has no place in transformers' modules, or a base weight that is trained too.
         FolderNotEmpty: the folder has content and `overwrite` is False.
     """
+    kept(model)
     lora = model.decoder_config.lora
     adapted = [place for place in places(bridge, model) if place.site.adapter is not None]
     _check_exportable(model, adapted)

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -22,6 +23,18 @@ def own_box(parameter: Tensor) -> Box:
         return tuple(slice(0, size, 1) for size in parameter.shape)
     shape, first = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return tuple(slice(start, start + size, 1) for start, size in zip(first, shape, strict=True))
+
+
+def kept(model: nn.Module) -> nn.Module:
+    """The model with every parameter as it is kept: what FSDP2 has gathered is let go.
+
+    After a pass without a backward one the root's groups stay gathered, in the dtype of the computation; read then, they
+    would be narrower than what trains. Whoever reads parameters for a checkpoint, an export or a sync begins here.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return model
 
 
 def is_spread(parameters: Iterable[Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""`bestiary sft`: a run from its file. Heavy imports wait until it runs."""
+"""`bestiary sft|dpo|kto|reward|distill`: a run from its file. Heavy imports wait until it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bestiary.training.config import RunConfig
 
-RECIPES = {"sft": "supervised fine-tuning on chats, completions, text or events"}
+RECIPES = {
+    "sft": "supervised fine-tuning on chats, completions, text or events",
+    "dpo": "preference optimisation on pairs (sigmoid, ipo, hinge, robust, …)",
+    "kto": "preference optimisation on single answers that are wanted or not",
+    "reward": "a reward model from pairs or scores",
+    "distill": "distillation from a teacher with the same vocabulary (loss.teacher)",
+}
 
 EXAMPLES = """\
 examples:
@@ -32,7 +38,7 @@ run.yaml:
 The same command goes on from the newest resume point in `out`; SIGTERM writes one and ends.
 exit codes: 0 done, 1 diverged, 4 refused as unsupported, 7 usage or environment"""
 
-_KINDS = {"sft": "chat"}
+_KINDS = {"sft": "chat", "dpo": "preference", "kto": "unpaired", "reward": "preference", "distill": "chat"}
 
 
 def add_training(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> None:

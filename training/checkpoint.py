@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from bestiary.models import Decoder
+from bestiary.models.sharding import kept
 from bestiary.training.config import CheckpointSection
 from bestiary.training.errors import CheckpointRefused, SaveFailed
 from bestiary.training.loop import Progress, Trainer
@@ -272,7 +273,7 @@ def _tensors(model: Decoder, optimiser: Optimisers | None) -> dict[str, Tensor]:
 
     What an optimiser holds beside tensors are settings, which come from the run's file.
     """
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {name: parameter for name, parameter in kept(model).named_parameters() if parameter.requires_grad}
     found: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in trained.items()}
     if optimiser is not None:
         found |= {f"optim.{name}": value for name, value in optimiser.tensors(trained).items()}
@@ -287,7 +288,7 @@ def _staged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def frozen_checksums(model: Decoder) -> dict[str, int]:
     """For each frozen parameter the sum of its bits as integers: exact in any order, so alike on every world size."""
     found = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in kept(model).named_parameters():
         if not parameter.requires_grad:
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             bits = local.detach().contiguous().view(_INTEGERS[parameter.element_size()]).sum(dtype=torch.int64)

@@ -22,10 +22,11 @@ from bestiary.training.data.config import DataConfig, placed_in
 from bestiary.training.errors import InvalidRun
 from bestiary.training.sections import Section, fields_at, read_mapping, validated
 
-RecipeName = Literal["sft"]
+RecipeName = Literal["sft", "dpo", "kto", "reward", "distill"]
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+ADAPTERS_OFF = "adapters_off"
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -59,7 +60,8 @@ class LossSection(Section):
         name: sft: nll, dft; dpo: sigmoid, ipo, …; distill: forward_kl, reverse_kl, jsd; None: the recipe's first.
         beta: of preference losses, and of the Jensen–Shannon divergence.
         options: further numbers, by the names that the recipe's class documents.
-        reference: whom preference losses compare with: the model without its adapters, or a checkpoint.
+        reference: whom preference losses compare with: adapters_off, a checkpoint, or sums stored as .npz; None: the
+            model before training, without its adapters or read a second time.
         teacher: of distillation, a checkpoint.
     """
 
@@ -214,6 +216,23 @@ class RunConfig(Section):
         """The learning rate at the top of the schedule."""
         default = 1e-5 if self.lora is None else 2e-4
         return default if self.optim.lr is None else self.optim.lr
+
+    @property
+    def reference(self) -> str | None:
+        """Whom preference losses compare with: `adapters_off`, a checkpoint, a file of sums; None: they are not asked.
+
+        By default the model before training: without its adapters, or its checkpoint read a second time.
+        """
+        if self.recipe not in ("dpo", "kto"):
+            return None
+        return self.loss.reference or (self.model.src if self.lora is None else ADAPTERS_OFF)
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Checkpoints that are loaded beside the one that trains, and only compute."""
+        reference = self.reference
+        loaded = reference is not None and reference != ADAPTERS_OFF and not reference.endswith(".npz")
+        return tuple(src for src in (reference if loaded else None, self.loss.teacher) if src is not None)
 
     def evaluation_data(self) -> DataConfig | None:
         """The data of the held-out passes: the sources of loop.evaluation, once, packed as `data` is."""

@@ -113,7 +113,7 @@ def estimate(config: RunConfig) -> Estimate:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     parallel = config.parallel
     shards = parallel.shard if parallel.shard > 0 else max(world // (parallel.replicate * parallel.tensor), 1)
-    asked = [_read(src, None) for src in (config.loss.reference, config.loss.teacher) if src not in (None, "adapter")]
+    asked = [_read(src, None) for src in config.beside]
     return estimate_step(
         decoder,
         tokens=config.data.pack_length,

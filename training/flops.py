@@ -167,11 +167,15 @@ class StepFlops:
             self._sums[key] = Totals(before.model + model, before.hardware + model + product.recompute)
 
     @classmethod
-    def of(cls, model: Decoder) -> StepFlops:
-        """Of a model as it stands: what of it trains, and whether it is under activation checkpointing."""
+    def of(cls, model: Decoder, *, backward: bool = True) -> StepFlops:
+        """Of a model as it stands: what of it trains, and whether it is under activation checkpointing.
+
+        Args:
+            backward: False for a model that is only asked.
+        """
         trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         blocks = model.decoder_config.num_hidden_layers if model.is_gradient_checkpointing else 0
-        return cls(model.decoder_config, trainable=trains.__contains__, checkpointed=range(blocks))
+        return cls(model.decoder_config, trainable=trains.__contains__, checkpointed=range(blocks), backward=backward)
 
     def report(self, lengths: Sequence[int], targets: int) -> FlopReport:
         """FLOPs by product.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from bestiary.training.parallel import Precision, build_mesh, clip_grad_norm, da
 from bestiary.training.peaks import device_peak
 from bestiary.training.processes import Processes, processes
 from bestiary.training.recipes.base import Recipe
-from bestiary.training.recipes.sft import SFT
+from bestiary.training.recipes.build import build
 from bestiary.training.tracking import RunInfo, Tracker, trackers
 
 CONFIG, FINGERPRINT, CHECKPOINTS, EXPORT = "config.yaml", "tokenizer.json", "checkpoints", "export"
@@ -131,13 +132,13 @@ def prepare(
     tokenizer = config.data.tokenizer.model_copy(
         update={"vocab_rows": config.data.tokenizer.vocab_rows or model.decoder_config.vocab_size}
     ).load()
-    recipe = build_recipe(config)
+    recipe, others = build(config, lambda src: load_other(config, src, here, mesh))
     plan = config.data.plan(tokenizer)
     check_data(config.data, recipe, data.size)
     control = Control(here.control, copies=here.size // data.size)
     meter = Throughput(
-        [StepFlops.of(model)],
-        device_peak(here.device, _dtype(config.precision.compute) or model.dtype),
+        [StepFlops.of(model), *(StepFlops.of(other, backward=False) for other in others)],
+        device_peak(here.device, FLOAT_TYPES[config.precision.compute] if config.precision.compute else model.dtype),
         devices=here.size,
         sums=control.sums,
         memory=memory,
@@ -189,14 +190,24 @@ def prepare(
 
 def load_model(config: RunConfig, here: Processes, mesh: DeviceMesh) -> Decoder:
     """The model that trains: with its adapters, checkpointing and compilation, spread over the mesh if need be."""
-    section = config.lora
+    section, precision = config.lora, config.precision
     lora = None if section is None else LoRAConfig(r=section.r, alpha=section.alpha, targets=section.targets)
+
+    def spread(model: Decoder) -> None:
+        compute = FLOAT_TYPES[precision.compute] if precision.compute else model.dtype
+        reduce = torch.promote_types(FLOAT_TYPES[precision.reduce], compute)  # sums are as wide as their terms
+        parallelize(model, mesh, precision=Precision(None if compute is model.dtype else compute, reduce))
+
+    # FSDP2 keeps wide parameters and computes in narrow ones, on one process too.
+    spreads = here.size > 1 or precision.compute is not None
     model = AutoDecoder.from_pretrained(
         config.model.src,
         revision=config.model.revision,
-        dtype=config.precision.parameters,
+        dtype=precision.parameters,
         device=here.device,
         lora=lora,
+        mesh=spread if spreads else None,
+        head="score" if config.recipe == "reward" else None,
     )
     if config.model.checkpointing == "full":
         model.activation_checkpointing_enable()
@@ -204,32 +215,17 @@ def load_model(config: RunConfig, here: Processes, mesh: DeviceMesh) -> Decoder:
         model.decoder_config = model.model.decoder_config = model.decoder_config.with_(compile_blocks=True)
         for layer in model.model.layers:
             layer.compile()
-    precision, kept = config.precision, model.dtype
-    compute = _dtype(precision.compute) or kept
-    if here.size > 1 or compute is not kept:
-        # FSDP2 keeps wide parameters and computes in narrow ones, on one process too; sums are as wide as their terms.
-        reduce = torch.promote_types(FLOAT_TYPES[precision.reduce], compute)
-        parallelize(model, mesh, precision=Precision(None if compute is kept else compute, reduce))
     return model
 
 
-def build_recipe(config: RunConfig) -> Recipe:
-    """The recipe with the loss that the configuration names.
-
-    Raises:
-        InvalidRun: an unknown loss, or a number that the recipe does not have.
-    """
-    loss = config.loss
-    for key, value in (("beta", loss.beta), ("reference", loss.reference), ("teacher", loss.teacher)):
-        if value is not None:
-            raise InvalidRun(f"loss.{key} = {value!r}, which sft does not have.", remedy="leave it out")
-    if loss.options:
-        raise InvalidRun(f"loss.options.{next(iter(loss.options))}: sft has none.", remedy="leave it out")
-    return SFT(loss.name or SFT.losses[0])
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else FLOAT_TYPES[name]
+def load_other(config: RunConfig, src: str, here: Processes, mesh: DeviceMesh) -> Decoder:
+    """A model that only computes: a reference or a teacher, spread as the one that trains."""
+    return AutoDecoder.from_pretrained(
+        src,
+        dtype=config.precision.compute or config.precision.parameters,
+        device=here.device,
+        mesh=partial(parallelize, mesh=mesh) if here.size > 1 else None,
+    )
 
 
 def check_data(data: DataConfig, recipe: Recipe, ranks: int) -> None:

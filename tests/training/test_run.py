@@ -159,6 +159,18 @@ def test_epochs_are_counted_into_steps(place, tmp_path):
     assert documents == outcome.steps * 2 * 256
 
 
+def test_wide_parameters_are_stepped_and_narrow_ones_computed_with(place, tmp_path):
+    """float32 master weights: what is kept moves by less than bfloat16 can tell."""
+    changes = ["precision.compute=bfloat16", "optim.lr=1e-6", f"out={tmp_path / 'run'}"]
+    outcome = run(load_run_config(place / "run.json", changes, recipe="sft"))
+    before, after = (AutoDecoder.from_pretrained(path) for path in (place / "model", outcome.export))
+    for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True):
+        assert new.dtype is torch.float32
+        assert not torch.equal(old, new), name
+    narrow = before.model.layers[0].mlp.up_proj.weight.bfloat16()
+    assert (after.model.layers[0].mlp.up_proj.weight.bfloat16() == narrow).float().mean() > 0.9
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [

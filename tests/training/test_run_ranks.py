@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from bestiary.models import AutoDecoder
 from bestiary.training.checkpoint import saved_steps
 from bestiary.training.config import load_run_config
 from bestiary.training.run import run
@@ -27,7 +29,7 @@ def start(file, out, *changes, world=2):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-c", "import sys; sys.path.append('.'); " + COMMAND]
-    arguments = ["sft", str(file), f"out={out}", "checkpoint.export=false", *changes]
+    arguments = ["sft", str(file), f"out={out}", *changes]
     shared = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
         subprocess.Popen(
@@ -63,7 +65,7 @@ def test_two_processes_then_one_then_two_train_as_one_does(place, tmp_path):
     """In float64: the world size changes at every resume, one process is killed on the way, the curve stays."""
     exact = ["precision.parameters=float64", "loop.timeout_s=60"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    config = [*exact, f"out={whole}", "checkpoint.export=false"]
+    config = [*exact, f"out={whole}"]
     run(load_run_config(place / "run.json", config, recipe="sft"))
 
     processes = start(place / "run.json", parts, *exact, "loop.callbacks=[tests.training.test_run:Slow]")
@@ -76,7 +78,7 @@ def test_two_processes_then_one_then_two_train_as_one_does(place, tmp_path):
     reached = saved_steps(parts / "checkpoints")[-1]
     assert 2 <= reached < 6
 
-    changes = [*config[:2], f"out={parts}", config[-1], "loop.callbacks=[tests.training.test_run_ranks:Once]"]
+    changes = [*exact, f"out={parts}", "loop.callbacks=[tests.training.test_run_ranks:Once]"]
     outcome = run(load_run_config(place / "run.json", changes, recipe="sft"))
     assert (outcome.resumed, outcome.step) == (reached, min(6, reached + 2))  # heard before the step that follows
 
@@ -86,3 +88,7 @@ def test_two_processes_then_one_then_two_train_as_one_does(place, tmp_path):
     assert curve(parts, "grad_norm") == pytest.approx(curve(whole, "grad_norm"), rel=1e-9)
     assert curve(parts, "eval/loss") == pytest.approx(curve(whole, "eval/loss"), rel=1e-9)
     assert [row["step"] for row in metrics(parts) if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    ours, theirs = (AutoDecoder.from_pretrained(folder / "export").state_dict() for folder in (parts, whole))
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-9, msg=name)

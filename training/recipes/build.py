@@ -1,0 +1,83 @@
+"""The recipe that a run's file names, with the models that it asks beside the one that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from bestiary.models import Decoder
+from bestiary.training.config import ADAPTERS_OFF, RunConfig
+from bestiary.training.errors import InvalidRun
+from bestiary.training.recipes.base import Recipe
+from bestiary.training.recipes.distill import Distill
+from bestiary.training.recipes.dpo import DPO
+from bestiary.training.recipes.kto import KTO
+from bestiary.training.recipes.names import known
+from bestiary.training.recipes.reference import AdaptersOff, Live, Reference, Stored
+from bestiary.training.recipes.reward import Reward
+from bestiary.training.recipes.sft import SFT
+
+RECIPES: Mapping[str, Callable[..., Recipe]] = {
+    "sft": SFT,
+    "dpo": DPO,
+    "kto": KTO,
+    "reward": Reward,
+    "distill": Distill,
+}
+_OWN = frozenset({"self", "reference", "teacher", "loss", "beta"})  # arguments that have keys of their own
+
+
+def build(config: RunConfig, load: Callable[[str], Decoder]) -> tuple[Recipe, tuple[Decoder, ...]]:
+    """The recipe of `config.loss`, and the models loaded for it.
+
+    Args:
+        load: a checkpoint to a model that only computes.
+    Raises:
+        InvalidRun: a loss, key or option that the recipe does not have, or one that it lacks.
+    """
+    made, loss = RECIPES[config.recipe], config.loss
+    takes = list(signature(made).parameters)
+    given: dict[str, Any] = {}
+    options = [name for name in takes if name not in _OWN]
+    for name, value in loss.options.items():
+        if not options:
+            raise InvalidRun(f"loss.options.{name}: {config.recipe} has no options.", remedy="leave it out")
+        given[known(name, options, "loss.options")] = int(value) if name == "top_k" else value
+    for key, value in (("name", loss.name), ("beta", loss.beta)):
+        argument = "loss" if key == "name" else key
+        if value is not None:
+            _check_taken(argument in takes, config, key, value)
+            given[argument] = value
+    others: tuple[Decoder, ...] = ()
+    _check_taken("reference" in takes or loss.reference is None, config, "reference", loss.reference)
+    _check_taken("teacher" in takes or loss.teacher is None, config, "teacher", loss.teacher)
+    if "reference" in takes:
+        given["reference"], others = _reference(config, load)
+    if "teacher" in takes:
+        if loss.teacher is None:
+            raise InvalidRun("loss.teacher is missing.", remedy="a checkpoint with the same vocabulary")
+        others = (load(loss.teacher),)
+        given["teacher"] = others[0]
+    return made(**given), others
+
+
+def _check_taken(taken: bool, config: RunConfig, key: str, value: object) -> None:
+    if not taken:
+        raise InvalidRun(f"loss.{key} = {value!r}, which {config.recipe} does not have.", remedy="leave it out")
+
+
+def _reference(config: RunConfig, load: Callable[[str], Decoder]) -> tuple[Reference, tuple[Decoder, ...]]:
+    named = config.reference
+    assert named is not None
+    if named == ADAPTERS_OFF:
+        if config.lora is None:
+            raise InvalidRun(
+                "loss.reference = adapters_off and the run has no section lora.", remedy="lora.r=16, or a checkpoint"
+            )
+        return AdaptersOff(), ()
+    if named.endswith(".npz"):
+        return Stored.load(Path(named)), ()
+    model = load(named)
+    return Live(model), (model,)
