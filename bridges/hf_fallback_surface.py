@@ -58,6 +58,11 @@ class HFSurface:
         """The head."""
         return cast(nn.Module, self.hf.get_output_embeddings())
 
+    @property
+    def head(self) -> nn.Module:
+        """The same: a wrapped model has no score head."""
+        return self.get_output_embeddings()
+
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         """Make head and embedding one Parameter where the config ties them (arguments of trainers are ignored)."""
         self.hf.tie_weights()

@@ -28,7 +28,7 @@ def own_box(parameter: Tensor) -> Box:
 def kept(model: nn.Module) -> nn.Module:
     """The model with every parameter as it is kept: what FSDP2 has gathered is let go.
 
-    After a pass without a backward one the root's groups stay gathered, in the dtype of the computation; read then, they
+    After a pass without a backward one the root's groups stay gathered, in the dtype of the computation: read then they
     would be narrower than what trains. Whoever reads parameters for a checkpoint, an export or a sync begins here.
     """
     for module in model.modules():

@@ -168,7 +168,7 @@ def test_wide_parameters_are_stepped_and_narrow_ones_computed_with(place, tmp_pa
         assert new.dtype is torch.float32
         assert not torch.equal(old, new), name
     narrow = before.model.layers[0].mlp.up_proj.weight.bfloat16()
-    assert (after.model.layers[0].mlp.up_proj.weight.bfloat16() == narrow).float().mean() > 0.9
+    assert (after.model.layers[0].mlp.up_proj.weight.bfloat16() == narrow).float().mean() > 0.7
 
 
 @pytest.mark.parametrize(
