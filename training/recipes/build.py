@@ -45,11 +45,11 @@ def build(config: RunConfig, load: Callable[[str], Decoder]) -> tuple[Recipe, tu
         if not options:
             raise InvalidRun(f"loss.options.{name}: {config.recipe} has no options.", remedy="leave it out")
         given[known(name, options, "loss.options")] = int(value) if name == "top_k" else value
-    for key, value in (("name", loss.name), ("beta", loss.beta)):
-        argument = "loss" if key == "name" else key
-        if value is not None:
-            _check_taken(argument in takes, config, key, value)
-            given[argument] = value
+    if loss.name is not None:
+        given["loss"] = loss.name
+    if loss.beta is not None:
+        _check_taken("beta" in takes, config, "beta", loss.beta)
+        given["beta"] = loss.beta
     others: tuple[Decoder, ...] = ()
     _check_taken("reference" in takes or loss.reference is None, config, "reference", loss.reference)
     _check_taken("teacher" in takes or loss.teacher is None, config, "teacher", loss.teacher)
