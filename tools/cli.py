@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from bestiary.tools.arguments import USAGE_ERROR, write_json
@@ -38,6 +39,7 @@ example:
 EXPORT_EXAMPLES = """\
 examples:
   bestiary export ./adapter ./merged --merge           a PEFT adapter folded into its base
+  bestiary export ./runs/first/checkpoints/step-00000100 ./at-100   a run as it stood, with its tokenizer
   bestiary export ./gpt-oss-mxfp4 ./gpt-oss-bf16       MXFP4 experts become their exact bf16 values
   bestiary export ./tuned ./spliced --into ./original  text weights put back into a copy of a multimodal checkpoint"""
 
@@ -68,7 +70,11 @@ def build_parser() -> argparse.ArgumentParser:
     models.set_defaults(run=_run_models)
 
     export = _add_command(commands, "export", "read a checkpoint, write Hugging Face safetensors", EXPORT_EXAMPLES)
-    export.add_argument("source", metavar="SRC", help="checkpoint folder, PEFT adapter that names its base, or hub id")
+    export.add_argument(
+        "source",
+        metavar="SRC",
+        help="checkpoint folder, PEFT adapter that names its base, hub id, or resume point of a run",
+    )
     export.add_argument("destination", metavar="DST", help="folder to write")
     export.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
     export.add_argument("--revision", help="branch, tag or commit of a hub id")
@@ -147,9 +153,16 @@ def _run_export(args: argparse.Namespace) -> dict[str, Any]:
     from bestiary.models import AutoDecoder
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    model = AutoDecoder.from_pretrained(args.source, dtype=dtype, revision=args.revision)
     options = {"merge": args.merge, "max_shard_size": args.max_shard_size, "into": args.into}
-    written = model.save_pretrained(args.destination, overwrite=args.overwrite, **options)
+    if (Path(args.source) / "manifest.json").is_file():
+        from bestiary.training.export import load_resume_point, write_result
+
+        model, tokenizer = load_resume_point(Path(args.source))
+        model.to(dtype or model.dtype)
+        written = write_result(model, tokenizer, Path(args.destination), overwrite=args.overwrite, **options)
+    else:
+        model = AutoDecoder.from_pretrained(args.source, dtype=dtype, revision=args.revision)
+        written = model.save_pretrained(args.destination, overwrite=args.overwrite, **options)
     model_type = model.decoder_config.model_type
     _say(args, f"{model_type} {args.source} -> {written}")
     return {"model_type": model_type, "source": args.source, "destination": str(written)}

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from bestiary.bridges.fields import FLOAT_TYPES
-from bestiary.models import AutoDecoder, Decoder, LoRAConfig
+from bestiary.models import AutoDecoder, Decoder
 from bestiary.training.checkpoint import Checkpoints, saved_steps, seed_all
 from bestiary.training.config import RunConfig
 from bestiary.training.control import Control, named_failures
@@ -34,6 +34,7 @@ from bestiary.training.data.plan import Plan
 from bestiary.training.data.tokenizer import BaseHFModelTokenizer
 from bestiary.training.errors import InvalidRun
 from bestiary.training.estimate import estimate
+from bestiary.training.export import CONFIG, adapters, write_result
 from bestiary.training.flops import StepFlops
 from bestiary.training.loop import Trainer
 from bestiary.training.memory import PeakMemory
@@ -46,7 +47,7 @@ from bestiary.training.recipes.base import Recipe
 from bestiary.training.recipes.build import build
 from bestiary.training.tracking import RunInfo, Tracker, trackers
 
-CONFIG, FINGERPRINT, CHECKPOINTS, EXPORT = "config.yaml", "tokenizer.json", "checkpoints", "export"
+FINGERPRINT, CHECKPOINTS, EXPORT = "tokenizer.json", "checkpoints", "export"
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,7 @@ def prepare(
 
 def load_model(config: RunConfig, here: Processes, mesh: DeviceMesh) -> Decoder:
     """The model that trains: with its adapters, checkpointing and compilation, spread over the mesh if need be."""
-    section, precision = config.lora, config.precision
-    lora = None if section is None else LoRAConfig(r=section.r, alpha=section.alpha, targets=section.targets)
+    precision = config.precision
 
     def spread(model: Decoder) -> None:
         compute = FLOAT_TYPES[precision.compute] if precision.compute else model.dtype
@@ -205,7 +205,7 @@ def load_model(config: RunConfig, here: Processes, mesh: DeviceMesh) -> Decoder:
         revision=config.model.revision,
         dtype=precision.parameters,
         device=here.device,
-        lora=lora,
+        lora=adapters(config),
         mesh=spread if spreads else None,
         head="score" if config.recipe == "reward" else None,
     )
@@ -334,10 +334,7 @@ def _exporter(config: RunConfig, tokenizer: BaseHFModelTokenizer) -> Callable[[T
     def export(trainer: Trainer) -> None:
         if trainer.interrupted:
             return
-        trainer.model.save_pretrained(config.out / EXPORT, overwrite=True)
-        if trainer.control.first:
-            tokenizer.hf.save_pretrained(config.out / EXPORT)
-            tokenizer.fingerprint.save(config.out / EXPORT / "bestiary_tokenizer.json")
+        write_result(trainer.model, tokenizer, config.out / EXPORT, first=trainer.control.first, overwrite=True)
         trainer.control.wait()
 
     return export

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from bestiary.models import AutoDecoder
+from bestiary.tools import cli
 from bestiary.training.config import load_run_config
 from bestiary.training.errors import InvalidRun
 from bestiary.training.run import run
@@ -106,3 +107,18 @@ def test_what_a_recipe_does_not_know_is_refused(files, tmp_path, recipe, change,
     given = [*changes(recipe, tmp_path / "run"), change]
     with pytest.raises(InvalidRun, match=said):
         run(load_run_config(files / "run.json", given, recipe=recipe))
+
+
+@pytest.mark.parametrize("lora", [[], ["lora.r=2"]])
+def test_any_resume_point_is_exported_as_the_run_s_end_is(files, tmp_path, lora, capsys):
+    out = tmp_path / "run"
+    finished = run(load_run_config(files / "run.json", changes("reward", out, *lora), recipe="reward"))
+    point = out / "checkpoints" / "step-00000004"
+    assert cli.main(["export", str(point), str(tmp_path / "end")]) == 0
+    for file in finished.export.iterdir():
+        assert (tmp_path / "end" / file.name).read_bytes() == file.read_bytes(), file.name
+    victim = next(point.glob("*.distcp"))
+    victim.write_bytes(b"x" + victim.read_bytes()[1:])
+    assert cli.main(["export", str(point), str(tmp_path / "bad")]) == 7
+    assert "CheckpointRefused" in capsys.readouterr().err
+    assert not (tmp_path / "bad").exists()

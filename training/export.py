@@ -1,0 +1,69 @@
+"""The result of a run in Hugging Face's layout: from the model at its end, or from any of its resume points."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+from bestiary.bridges import FreshHeadWarning
+from bestiary.models import AutoDecoder, Decoder, LoRAConfig
+from bestiary.training.checkpoint import STATE, frozen_checksums, read_tensors, verify
+from bestiary.training.config import RunConfig, load_run_config
+from bestiary.training.data.tokenizer import BaseHFModelTokenizer
+from bestiary.training.errors import CheckpointRefused
+
+CONFIG = "config.yaml"
+FINGERPRINT = "bestiary_tokenizer.json"
+
+
+def adapters(config: RunConfig) -> LoRAConfig | None:
+    """The adapters that a run trains."""
+    section = config.lora
+    return None if section is None else LoRAConfig(r=section.r, alpha=section.alpha, targets=section.targets)
+
+
+def write_result(
+    model: Decoder, tokenizer: BaseHFModelTokenizer, folder: Path, *, first: bool = True, **options: Any
+) -> Path:
+    """Write model and tokenizer; all processes of a spread model call it, the `first` one writes the tokenizer.
+
+    Args:
+        options: of `save_pretrained`.
+    """
+    written = model.save_pretrained(folder, **options)
+    if first:
+        tokenizer.hf.save_pretrained(folder)
+        tokenizer.fingerprint.save(folder / FINGERPRINT)
+    return written
+
+
+def load_resume_point(place: Path) -> tuple[Decoder, BaseHFModelTokenizer]:
+    """The model of a resume point, whole in this process whatever wrote it, and the run's tokenizer.
+
+    Args:
+        place: `OUT/checkpoints/step-…`; the run's `config.yaml` says base, adapters and dtype.
+    Raises:
+        CheckpointRefused: damaged, or its base is no longer the same.   InvalidRun: the run's file.
+    """
+    config = load_run_config(place.parents[1] / CONFIG)
+    verify(place, remedy="another resume point of the run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FreshHeadWarning)  # the head of the run is read into it below
+        model = AutoDecoder.from_pretrained(
+            config.model.src,
+            revision=config.model.revision,
+            dtype=config.precision.parameters,
+            lora=adapters(config),
+            head="score" if config.recipe == "reward" else None,
+        )
+    read_tensors(place, model, None)
+    if frozen_checksums(model) != json.loads((place / STATE).read_text(encoding="utf-8"))["frozen"]:
+        raise CheckpointRefused(
+            "the frozen weights are not those that the adapters were trained on.",
+            read_from=str(place),
+            remedy=f"{config.model.src} as it was at that run",
+        )
+    rows = config.data.tokenizer.vocab_rows or model.decoder_config.vocab_size
+    return model, config.data.tokenizer.model_copy(update={"vocab_rows": rows}).load()
