@@ -156,11 +156,12 @@ def table(known: dict[str, Record]) -> Iterator[str]:
     counts = [totals(record.verdict) for record in known.values()]
     passed, planned = (sum(count[i] for count in counts) for i in (0, 1))
     bugs = sum(len(record.kills.kills) for record in known.values())
+    seconds = sum(level.seconds for record in known.values() for level in record.verdict.levels)
     versions = sorted({record.verdict.env.get("transformers", "?") for record in known.values()})
     yield ""
     yield (
-        f"{len(known)} families, {passed} of {planned} checks, {bugs} planted bugs, "
-        f"against transformers {', '.join(versions)}. The name leads to the verdict's card."
+        f"{len(known)} families, {passed} of {planned} checks in {seconds / 60:.0f} minutes of one process, "
+        f"{bugs} planted bugs, against transformers {', '.join(versions)}. The name leads to the verdict's card."
     )
 
 

@@ -207,13 +207,21 @@ class Checkpoints:
                 read_from=str(place),
                 remedy="restore it, or another `out` for the changed run",
             )
-        frozen = frozen_checksums(model)
-        if state["frozen"] != frozen:
-            raise CheckpointRefused(
-                "the frozen weights are not those that the adapters were trained on.",
-                read_from=str(place),
-                remedy="the same model.src and revision, or another `out`",
-            )
+        check_frozen(state, model, place)
+
+
+def check_frozen(state: Mapping[str, Any], model: Decoder, place: Path) -> None:
+    """Refuse a checkpoint whose adapters were trained on another base than the model's.
+
+    Raises:
+        CheckpointRefused.
+    """
+    if state["frozen"] != frozen_checksums(model):
+        raise CheckpointRefused(
+            "the frozen weights are not those that the adapters were trained on.",
+            read_from=str(place),
+            remedy="the same model.src and revision, or another `out`",
+        )
 
 
 def saved_steps(folder: Path) -> list[int]:

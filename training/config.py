@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, model_validator
 
+from bestiary.models.config import LoRAConfig
 from bestiary.training.data.config import DataConfig, placed_in
 from bestiary.training.errors import InvalidRun
 from bestiary.training.sections import Section, fields_at, read_mapping, validated
@@ -216,6 +217,12 @@ class RunConfig(Section):
         """The learning rate at the top of the schedule."""
         default = 1e-5 if self.lora is None else 2e-4
         return default if self.optim.lr is None else self.optim.lr
+
+    @property
+    def adapters(self) -> LoRAConfig | None:
+        """The adapters to build in."""
+        section = self.lora
+        return None if section is None else LoRAConfig(r=section.r, alpha=section.alpha, targets=section.targets)
 
     @property
     def reference(self) -> str | None:

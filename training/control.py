@@ -47,10 +47,6 @@ class Control:
         dist.all_gather_object(every, value, group=self.group)
         return [cast(T, one) for one in every]
 
-    def any(self, flag: bool) -> bool:
-        """Whether it holds on any process."""
-        return self.sums({"flag": float(flag)})["flag"] > 0
-
     @property
     def first(self) -> bool:
         """Whether this is the process that writes."""

@@ -24,7 +24,7 @@ from bestiary.bridges.hub import CONFIG, resolve
 from bestiary.bridges.peft_import import base_of, is_adapter
 from bestiary.kernels.precision import at_least_fp32
 from bestiary.kernels.vocab_tiles import row_chunks
-from bestiary.models import Decoder, DecoderConfig, LoRAConfig
+from bestiary.models import Decoder, DecoderConfig
 from bestiary.models.config import NormPlacement
 from bestiary.models.lora import adapter
 from bestiary.training.config import RunConfig
@@ -102,12 +102,7 @@ def estimate(config: RunConfig) -> Estimate:
         CheckpointNotFound, OfflineError, UnsupportedModelType, UnsupportedConfig: of a checkpoint that is named.
     """
     decoder, stored = _read(config.model.src, config.model.revision)
-    recipe: str = config.recipe
-    section = config.lora
-    if section is not None:
-        lora = LoRAConfig(r=section.r, alpha=section.alpha, targets=section.targets)
-        decoder = decoder.with_(lora=lora)
-    decoder = decoder.with_(activation_checkpointing=config.model.checkpointing == "full")
+    decoder = decoder.with_(lora=config.adapters, activation_checkpointing=config.model.checkpointing == "full")
     dtype = stored if config.precision.parameters is None else getattr(torch, config.precision.parameters)
     compute = dtype if config.precision.compute is None else getattr(torch, config.precision.compute)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -122,7 +117,7 @@ def estimate(config: RunConfig) -> Estimate:
         compute=compute,
         optimiser=config.optim.name,
         shards=shards * parallel.tensor,
-        labels=1 if recipe == "reward" else None,
+        labels=1 if config.recipe == "reward" else None,
         beside=asked,
     )
 

@@ -8,20 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from bestiary.bridges import FreshHeadWarning
-from bestiary.models import AutoDecoder, Decoder, LoRAConfig
-from bestiary.training.checkpoint import STATE, frozen_checksums, read_tensors, verify
+from bestiary.models import AutoDecoder, Decoder
+from bestiary.training.checkpoint import STATE, check_frozen, read_tensors, verify
 from bestiary.training.config import RunConfig, load_run_config
 from bestiary.training.data.tokenizer import BaseHFModelTokenizer
-from bestiary.training.errors import CheckpointRefused
 
 CONFIG = "config.yaml"
 FINGERPRINT = "bestiary_tokenizer.json"
 
 
-def adapters(config: RunConfig) -> LoRAConfig | None:
-    """The adapters that a run trains."""
-    section = config.lora
-    return None if section is None else LoRAConfig(r=section.r, alpha=section.alpha, targets=section.targets)
+def load_tokenizer(config: RunConfig, model: Decoder) -> BaseHFModelTokenizer:
+    """The run's tokenizer, whose ids all have a row in the model's embedding.
+
+    Raises:
+        TokenizerRefused.
+    """
+    rows = config.data.tokenizer.vocab_rows or model.decoder_config.vocab_size
+    return config.data.tokenizer.model_copy(update={"vocab_rows": rows}).load()
 
 
 def write_result(
@@ -55,15 +58,9 @@ def load_resume_point(place: Path) -> tuple[Decoder, BaseHFModelTokenizer]:
             config.model.src,
             revision=config.model.revision,
             dtype=config.precision.parameters,
-            lora=adapters(config),
+            lora=config.adapters,
             head="score" if config.recipe == "reward" else None,
         )
     read_tensors(place, model, None)
-    if frozen_checksums(model) != json.loads((place / STATE).read_text(encoding="utf-8"))["frozen"]:
-        raise CheckpointRefused(
-            "the frozen weights are not those that the adapters were trained on.",
-            read_from=str(place),
-            remedy=f"{config.model.src} as it was at that run",
-        )
-    rows = config.data.tokenizer.vocab_rows or model.decoder_config.vocab_size
-    return model, config.data.tokenizer.model_copy(update={"vocab_rows": rows}).load()
+    check_frozen(json.loads((place / STATE).read_text(encoding="utf-8")), model, place)
+    return model, load_tokenizer(config, model)

@@ -34,7 +34,7 @@ from bestiary.training.data.plan import Plan
 from bestiary.training.data.tokenizer import BaseHFModelTokenizer
 from bestiary.training.errors import InvalidRun
 from bestiary.training.estimate import estimate
-from bestiary.training.export import CONFIG, adapters, write_result
+from bestiary.training.export import CONFIG, load_tokenizer, write_result
 from bestiary.training.flops import StepFlops
 from bestiary.training.loop import Trainer
 from bestiary.training.memory import PeakMemory
@@ -87,9 +87,10 @@ def run(config: RunConfig, *, also: Sequence[Tracker] = ()) -> Outcome:
         trainer, saver, tokenizer = prepare(config, here, memory)
         stack.callback(trainer.loader.close)
         first = here.rank == 0
+        _check_tokenizer(config, tokenizer)
+        step = saver.resume(trainer)
         if first:
             _note(config, tokenizer)
-        step = saver.resume(trainer)
         info = RunInfo(
             name=config.tracking.name or config.out.name,
             project=config.tracking.project,
@@ -130,9 +131,7 @@ def prepare(
     data = data_parallel(mesh)
     seed_all(config.loop.seed, 0, 0)  # fresh adapters and heads are the same in every process
     model = load_model(config, here, mesh)
-    tokenizer = config.data.tokenizer.model_copy(
-        update={"vocab_rows": config.data.tokenizer.vocab_rows or model.decoder_config.vocab_size}
-    ).load()
+    tokenizer = load_tokenizer(config, model)
     recipe, others = build(config, lambda src: load_other(config, src, here, mesh))
     plan = config.data.plan(tokenizer)
     check_data(config.data, recipe, data.size)
@@ -205,7 +204,7 @@ def load_model(config: RunConfig, here: Processes, mesh: DeviceMesh) -> Decoder:
         revision=config.model.revision,
         dtype=precision.parameters,
         device=here.device,
-        lora=adapters(config),
+        lora=config.adapters,
         mesh=spread if spreads else None,
         head="score" if config.recipe == "reward" else None,
     )
@@ -305,13 +304,17 @@ def _check_folder(config: RunConfig) -> None:
         )
 
 
-def _note(config: RunConfig, tokenizer: BaseHFModelTokenizer) -> None:
-    """Write what the run is into its folder; a resume under another tokenizer is refused here."""
-    config.out.mkdir(parents=True, exist_ok=True)
+def _check_tokenizer(config: RunConfig, tokenizer: BaseHFModelTokenizer) -> None:
+    """Refuse to go on under another tokenizer, in the words of what changed in it."""
     known = config.out / FINGERPRINT
     if known.exists() and saved_steps(config.out / CHECKPOINTS):
         tokenizer.fingerprint.require(Fingerprint.load(known), str(known))
-    tokenizer.fingerprint.save(known)
+
+
+def _note(config: RunConfig, tokenizer: BaseHFModelTokenizer) -> None:
+    """Write what the run is into its folder, once it is known to be the run that the folder holds."""
+    config.out.mkdir(parents=True, exist_ok=True)
+    tokenizer.fingerprint.save(config.out / FINGERPRINT)
     (config.out / CONFIG).write_text(config.yaml(), encoding="utf-8")
 
 

@@ -199,8 +199,10 @@ def test_streams_that_the_processes_cannot_share_are_refused(place):
 
 
 def test_a_changed_run_is_not_taken_for_the_same(whole, place):
+    before = (whole / "config.yaml").read_bytes()
     with pytest.raises(CheckpointRefused, match=r"optim was .*0\.003.* and is .*0\.001"):
         run(load_run_config(place / "run.json", ["optim.lr=1e-3", f"out={whole}"], recipe="sft"))
+    assert (whole / "config.yaml").read_bytes() == before  # what export reads of the run
 
 
 def test_a_dry_run_prints_the_configuration_and_writes_nothing(place, tmp_path, capsys):

@@ -43,21 +43,6 @@ def batch(pack: Pack, *, shifted: bool = False) -> Batch:
     return found
 
 
-def document_sums(log_probs: Tensor, pack: Pack) -> Tensor:
-    """Sums over each document of a pack, padding left out.
-
-    Args:
-        log_probs: (1, T), as `forward` gives them: 0 where ignored.
-
-    Returns:
-        (documents,); for preference pairs `.view(-1, 2)` is (pairs, chosen and rejected).
-    """
-    lengths = torch.from_numpy(np.diff(pack.borders)).long().to(log_probs.device)
-    document = torch.repeat_interleave(torch.arange(len(lengths), device=log_probs.device), lengths)
-    sums = torch.zeros(len(lengths), dtype=log_probs.dtype, device=log_probs.device)
-    return sums.index_add(0, document, log_probs[0])[: pack.documents]
-
-
 def document_values(pack: Pack) -> Tensor:
     """The number that each document of a pack carries: a score, 1 or 0, a margin.
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
-
-import torch
+from typing import ClassVar, Literal
 
 from bestiary.models import Decoder
 from bestiary.training.data.batch import batch
@@ -12,7 +10,7 @@ from bestiary.training.data.packing import Pack
 from bestiary.training.data.samples import Kind
 from bestiary.training.losses import dft
 from bestiary.training.recipes.base import Batch, LossSum
-from bestiary.training.recipes.documents import router_term
+from bestiary.training.recipes.documents import model_inputs, router_term
 from bestiary.training.recipes.names import known
 
 
@@ -47,15 +45,9 @@ class SFT:
         """The sum over the trained tokens."""
         if self.loss_name == "nll":
             # Divided by one: with a divisor the loss alone has a graph, at three quarters of the cost.
-            found = model(**on(batch, model), num_items_in_batch=1)
+            found = model(**model_inputs(batch, model, "labels"), num_items_in_batch=1)
             return LossSum(found.loss + router_term(model, found, self.count(batch) - 1))  # it is in the loss once
-        found = model(**on(batch, model))
+        found = model(**model_inputs(batch, model, "shift_labels"))
         log_probs = found.log_probs
         nll = -log_probs.detach().sum()
         return LossSum(dft(log_probs) + router_term(model, found, self.count(batch)), {"nll": nll})
-
-
-def on(batch: Batch, model: Decoder) -> dict[str, Any]:
-    """The batch on the model's device."""
-    device = model.device
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}

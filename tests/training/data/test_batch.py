@@ -8,10 +8,11 @@ from torch import Tensor
 
 from bestiary.kernels.dispatch import force
 from bestiary.models import Decoder
-from bestiary.training.data.batch import batch, document_sums
+from bestiary.training.data.batch import batch
 from bestiary.training.data.packing import Candidate, Pack, assemble
 from bestiary.training.data.source import Cursor
 from bestiary.training.data.tokens import IGNORED, Tokens
+from bestiary.training.recipes.documents import document_batch, document_sums
 from tests.models.tiny import FAMILIES, VOCAB, tiny
 
 LENGTHS, PACK = (9, 3, 1, 14, 2, 11), 47  # longer and shorter than the window, one of a token, and padding
@@ -74,7 +75,7 @@ def test_packed_equals_unpacked(family: str) -> None:
         output = model(**batch(pack, shifted=shifted))
         assert abs(output.loss.item() + expected.sum().item() / items) <= 1e-10
         assert_close(gradients(model, output.loss), of_loss)
-    sums = document_sums(model(**batch(pack, shifted=True)).log_probs, pack)
+    sums = document_sums(model(**batch(pack, shifted=True)).log_probs, document_batch(pack))
     assert (sums - expected).abs().max() <= 1e-10
     assert_close(gradients(model, sums @ weights(len(made))), gradients(model, apart(model, made) @ weights(len(made))))
 
@@ -87,7 +88,8 @@ def test_one_document_does_not_move_another(family: str) -> None:
     changed[3] = documents(seed=1)[3]
     with torch.no_grad():
         before, after = (
-            document_sums(model(**batch(packed(x), shifted=True)).log_probs, packed(x)) for x in (made, changed)
+            document_sums(model(**batch(packed(x), shifted=True)).log_probs, document_batch(packed(x)))
+            for x in (made, changed)
         )
     moved = (before - after).abs()
     assert moved[3] > 1e-3
