@@ -96,10 +96,12 @@ def in_order(made: Sequence[Tokens], size: int) -> list[Work]:
 
 
 def by_length(made: Sequence[Tokens], size: int, count: int) -> list[Work]:
-    """Padded batches of documents sorted by length; of all of them, `count` evenly spread ones."""
+    """Padded batches of documents sorted by length; of all of them, the `count` at equal steps of their tokens' sum."""
     ordered = sorted(made, key=len)
     groups = [ordered[start : start + size] for start in range(0, len(ordered), size)]
-    return [padded(groups[place * len(groups) // count]) for place in range(min(count, len(groups)))]
+    sums = np.cumsum([sum(map(len, group)) for group in groups])
+    places = np.searchsorted(sums, sums[-1] * (np.arange(count) + 0.5) / count)
+    return [padded(groups[place]) for place in places]
 
 
 def flattened(made: Sequence[Tokens], size: int) -> list[Work]:
