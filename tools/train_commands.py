@@ -52,7 +52,15 @@ def add_training(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
         command.add_argument("config", metavar="CONFIG", type=Path, help="the run's file (YAML or JSON)")
         command.add_argument("changes", metavar="KEY=VALUE", nargs="*", help="of the file, dotted: optim.lr=1e-5")
         command.add_argument("--dry-run", action="store_true", help="print the whole configuration, train nothing")
-        command.set_defaults(run=_run)
+        if name == "distill":
+            command.add_argument(
+                "--store-teacher",
+                metavar="FILE",
+                type=Path,
+                help="train nothing: write the data with the likeliest words of loss.teacher (.parquet or .jsonl), "
+                "loss.options.top_k of each trained token (64), for runs without a teacher",
+            )
+        command.set_defaults(run=_run, store_teacher=None)
 
 
 def _run(args: argparse.Namespace) -> dict[str, Any]:
@@ -63,6 +71,8 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     if args.dry_run:
         return _dry_run(config, quiet=quiet)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    if args.store_teacher is not None:
+        return _store_teacher(config, args.store_teacher, quiet=quiet)
     from bestiary.training.progress import reporter
     from bestiary.training.run import run
 
@@ -81,6 +91,24 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         "loss": outcome.loss,
         "evaluation": outcome.evaluation,
         "export": None if outcome.export is None else str(outcome.export),
+    }
+
+
+def _store_teacher(config: RunConfig, file: Path, *, quiet: bool) -> dict[str, Any]:
+    """A teacher's likeliest words of all the data, in a file."""
+    from bestiary.training.recipes.teacher_file import store_teacher
+
+    found = store_teacher(config, file)
+    if not quiet:
+        left_out = f", {found.skipped} corrupt rows left out" if found.skipped else ""
+        print(f"{file} · {found.rows} rows, {found.tokens} trained tokens, {found.words} words of each{left_out}")
+        print(f"train on it with kind: distillation, files: {file} and no loss.teacher")
+    return {
+        "file": str(file),
+        "rows": found.rows,
+        "tokens": found.tokens,
+        "words": found.words,
+        "skipped": found.skipped,
     }
 
 

@@ -63,7 +63,8 @@ class LossSection(Section):
         options: further numbers, by the names that the recipe's class documents.
         reference: whom preference losses compare with: adapters_off, a checkpoint, or sums stored as .npz; None: the
             model before training, without its adapters or read a second time.
-        teacher: of distillation, a checkpoint.
+        teacher: of distillation, a checkpoint; None: the data brings its likeliest words (teacher_ids and
+            teacher_log_probs of sources of kind distillation), and no teacher is loaded.
     """
 
     name: str | None = None

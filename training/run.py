@@ -44,7 +44,7 @@ from bestiary.training.parallel import Precision, build_mesh, clip_grad_norm, da
 from bestiary.training.peaks import device_peak
 from bestiary.training.processes import Processes, processes
 from bestiary.training.recipes.base import Recipe
-from bestiary.training.recipes.build import build
+from bestiary.training.recipes.build import build, wanted_of
 from bestiary.training.tracking import RunInfo, Tracker, trackers
 
 FINGERPRINT, CHECKPOINTS, EXPORT = "tokenizer.json", "checkpoints", "export"
@@ -133,7 +133,8 @@ def prepare(
     model = load_model(config, here, mesh)
     tokenizer = load_tokenizer(config, model)
     recipe, others = build(config, lambda src: load_other(config, src, here, mesh))
-    plan = config.data.plan(tokenizer)
+    wanted = wanted_of(config)
+    plan = config.data.plan(tokenizer, wanted)
     check_data(config.data, recipe, data.size)
     control = Control(here.control, copies=here.size // data.size)
     meter = Throughput(
@@ -179,7 +180,9 @@ def prepare(
         clip=clip_grad_norm,
         meter=meter,
         saver=saver,
-        held_out=() if held_out is None or evaluation is None else packs_of(held_out.plan(tokenizer), evaluation.packs),
+        held_out=()
+        if held_out is None or evaluation is None
+        else packs_of(held_out.plan(tokenizer, wanted), evaluation.packs),
         callbacks=tuple(component(path, "loop.callbacks")() for path in config.loop.callbacks),
     )
     return trainer, saver, tokenizer

@@ -4,6 +4,7 @@ import math
 from copy import deepcopy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,9 +17,9 @@ from bestiary.models.lora import adapters_off
 from bestiary.training.control import Control
 from bestiary.training.data.errors import SampleRefused
 from bestiary.training.data.packing import fit
-from bestiary.training.data.tokens import Tokens
+from bestiary.training.data.tokens import TeacherWords, Tokens
 from bestiary.training.errors import InvalidRun
-from bestiary.training.recipes.distill import Distill
+from bestiary.training.recipes.distill import Distill, likeliest
 from bestiary.training.recipes.documents import FORWARD
 from bestiary.training.recipes.dpo import DPO
 from bestiary.training.recipes.kto import KTO, mismatched
@@ -227,6 +228,41 @@ def test_distillation_is_the_divergence_of_the_logits():
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("loss", ["reverse_kl", "jsd"])
+def test_a_teacher_s_words_from_data_train_as_the_teacher_does(loss, dtype):
+    """Packed with others and alone, at another temperature; without the teacher in memory."""
+    family, bound = "gemma3", 1e-12 if dtype is torch.float64 else 1e-6
+    student, teacher, groups = tiny(family, dtype), tiny(family, dtype), singles(4)
+    perturb(teacher, seed=1)
+    live = Distill(teacher, loss, temperature=1.5, top_k=5)
+    expected = step(live, student, [pack(groups)])
+    told = [taught(live, *group) for group in groups]
+    stored = Distill(None, loss, temperature=1.5)
+    for packs in ([pack(told)], [pack(told[:1]), pack(told[1:], spare=0)]):
+        value, gradients = step(stored, student, packs)
+        torch.testing.assert_close(value, expected[0], rtol=bound, atol=bound)
+        assert_same(gradients, expected[1], bound)
+    with pytest.raises(InvalidRun, match=r"3 of \d+ trained tokens of a pack have no teacher's words"):
+        stored.batch(pack([*told[1:], (replace(groups[0][0], labels=keep(groups[0][0].labels, 3)),)]))
+
+
+def keep(labels, count):
+    """The last `count` labels."""
+    made = np.full_like(labels, -100)
+    made[-count:] = labels[-count:]
+    return made
+
+
+def taught(recipe, one):
+    """The document with its teacher's words beside it."""
+    batch = recipe.batch(pack([(one,)], spare=0))
+    head = recipe.teacher(**{name: batch[name] for name in FORWARD}, return_teacher=True).teacher
+    found = likeliest(head, recipe.top_k, recipe.temperature, batch["shift_labels"].flatten() != -100)
+    words, log_probs = (column.roll(1, 0).numpy() for column in (found.words.int(), found.log_prob.detach()))
+    return (replace(one, teacher=TeacherWords(words, log_probs)),)
+
+
 def test_pairs_bring_their_own_margins():
     """In place of the constant; a pack in which some have none is refused, and one of answers without labels too."""
     model = tiny("qwen3", head=HeadKind.SCORE, tie_word_embeddings=False)
@@ -270,6 +306,7 @@ def test_a_pair_that_is_equal_after_truncation_is_left_out():
         (lambda: Distill(tiny("qwen3"), "jsd", beta=1.0), "loss.beta = 1"),
         (lambda: Distill(tiny("qwen3"), temperature=0.0), "temperature = 0"),
         (lambda: Distill(tiny("qwen3"), top_k=0), "top_k = 0"),
+        (lambda: Distill(None, top_k=4), "top_k = 4 and no loss.teacher"),
         (lambda: DPO(AdaptersOff()).batch(pack(singles(3))), "3 documents under dpo"),
         (lambda: Reward().batch(pack(singles(3))), "3 documents under reward"),
         (lambda: step(Reward(), tiny("qwen3"), [pack(pairs(1))]), "head = lm"),

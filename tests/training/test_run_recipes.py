@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
@@ -10,7 +12,14 @@ from transformers import AutoModelForSequenceClassification
 from bestiary.models import AutoDecoder
 from bestiary.tools import cli
 from bestiary.training.config import load_run_config
+from bestiary.training.data.encoded import encoded
+from bestiary.training.data.errors import CorruptRow, SampleRefused
+from bestiary.training.data.formats import Place
+from bestiary.training.data.rows import fields_of
+from bestiary.training.data.samples import Distillation, parse
+from bestiary.training.data.source import Source
 from bestiary.training.errors import InvalidRun
+from bestiary.training.recipes.teacher_file import _Row, _written, store_teacher
 from bestiary.training.run import run
 
 from .test_run import figures, metrics
@@ -81,6 +90,106 @@ def test_a_run_that_was_stopped_is_the_run_that_was_not(files, tmp_path, recipe,
         assert losses[-1] < losses[0]
     if recipe == "dpo":
         assert losses[0] == pytest.approx(math.log(2), abs=1e-7)
+
+
+@pytest.fixture(scope="module")
+def stored(files):
+    """What the teacher says about the talks, in both formats."""
+    given = changes("distill", files / "none", "loss.options.top_k=8", "loss.options.temperature=2")
+    for suffix in ("jsonl", "parquet"):
+        command = ["distill", str(files / "run.json"), *given, "--store-teacher", str(files / f"told.{suffix}")]
+        assert cli.main(command) == 0
+    return files
+
+
+def told(out, suffix, *more):
+    """A run on those words."""
+    source = ["data.sources.0.kind=distillation", f"data.sources.0.files=told.{suffix}"]
+    asked = ["loss.name=jsd", "loss.options.temperature=2"]
+    return [*changes("distill", out, *asked, *source), "loss.teacher=null", *more]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_run_on_a_teacher_s_stored_words_is_the_run_with_the_teacher(stored, tmp_path, suffix):
+    """No teacher in memory, the same curve; stopped and resumed, too."""
+    file, live, parts = stored / "run.json", tmp_path / "live", tmp_path / "parts"
+    asked = ["loss.name=jsd", "loss.options.top_k=8", "loss.options.temperature=2"]
+    run(load_run_config(file, changes("distill", live, *asked), recipe="distill"))
+    stop = "loop.callbacks=[tests.training.test_run_recipes:Once]"
+    run(load_run_config(file, told(parts, suffix, stop), recipe="distill"))
+    resumed = run(load_run_config(file, told(parts, suffix), recipe="distill"))
+    assert (resumed.resumed, resumed.step) == (2, 4)
+    assert [row["loss"] for row in metrics(parts)] == pytest.approx([row["loss"] for row in metrics(live)], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"teacher_ids": lambda ids: ids[1:], "teacher_log_probs": lambda rows: rows[1:]},
+            r"rows for \d+ trained tokens",
+        ),
+        ({"teacher_ids": lambda ids: [[49152, *ids[0][1:]], *ids[1:]]}, "id 49152, and the student knows 49152"),
+        ({"teacher_digest": lambda digest: digest[::-1]}, "stored for other tokens: another tokenizer, template"),
+        ({"teacher_temperature": lambda _: 1.0}, "taken at temperature 1 and the run's is 2"),
+    ],
+)
+def test_a_teacher_s_words_for_something_else_are_one_error_with_its_row(stored, tmp_path, change, said):
+    lines = []
+    for line in (stored / "told.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        lines.append(json.dumps(row | {name: made(row[name]) for name, made in change.items()}))
+    (tmp_path / "wrong.jsonl").write_text("\n".join(lines))
+    given = [*told(tmp_path / "run", "jsonl"), f"data.sources.0.files={tmp_path / 'wrong.jsonl'}"]
+    with pytest.raises(CorruptRow, match=said) as caught:
+        run(load_run_config(stored / "run.json", given, recipe="distill"))
+    assert re.search(r"wrong\.jsonl row \d+", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("file", "more", "error", "said"),
+    [
+        ("told.jsonl", [], InvalidRun, r"told\.jsonl exists"),
+        ("new.csv", [], InvalidRun, "its suffix names no format"),
+        ("new.jsonl", ["loss.teacher=null"], InvalidRun, "there is nobody to ask"),
+        ("new.jsonl", ["data.sources.0.kind=text"], InvalidRun, "talks is of kind 'text'"),
+        (
+            "new.parquet",
+            ["data.sources.0.files=half.jsonl"],
+            SampleRefused,
+            r"half\.jsonl row 30: messages: Field required",
+        ),
+    ],
+)
+def test_a_teacher_s_file_is_whole_or_not_there(stored, file, more, error, said):
+    (stored / "half.jsonl").write_text("".join((stored / "talks.jsonl").read_text().splitlines(True)[:30]) + "{}\n")
+    config = load_run_config(stored / "run.json", [*changes("distill", "x"), *more], recipe="distill")
+    before = sorted(stored.iterdir())
+    with pytest.raises(error, match=said):
+        store_teacher(config, stored / file)
+    assert sorted(stored.iterdir()) == before
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_calls_and_tools_survive_a_teacher_s_file(tmp_path, suffix):
+    """Of a format with columns, too: what is read again is the record that was written."""
+    call = {"name": "add", "arguments": {"a": 1, "b": [2, None]}}
+    messages = [
+        said("user", "1 + 2?"),
+        said("assistant", "") | {"tool_calls": [call], "reasoning": "hm", "train": False},
+        {"role": "tool", "content": "3", "name": "add"},
+        said("assistant", "It is 3.") | {"train_spans": [[0, 5]]},
+    ]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    told = {"teacher_ids": [[3, 1], [2]], "teacher_log_probs": [[-0.5, -2.0], [-1.0]]}
+    record = {"messages": messages, "tools": tools, "teacher": "t", "teacher_digest": "d", "teacher_temperature": 2.0}
+    sample = Distillation(**record, **told)
+    words, log_probs = ([np.array(row, kind) for row in told[name]] for name, kind in zip(told, "if", strict=True))
+    with _written(tmp_path / f"told.{suffix}") as writer:
+        writer.write(_Row(sample, "t", 2.0, "d", words, log_probs))
+    source = Source(name="told", files=str(tmp_path / f"told.{suffix}"), encode=encoded)
+    (raw,) = source.open(source.shards()[0], Place())
+    assert parse("distillation", fields_of(raw.decode(), "distillation"), "") == sample
 
 
 def test_a_reward_model_is_exported_as_transformers_reads_it(files, tmp_path):

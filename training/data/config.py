@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from bestiary.training.data.encode import RowEncoder
+from bestiary.training.data.encode import NOTHING, RowEncoder, Wanted
 from bestiary.training.data.errors import InvalidPlan
 from bestiary.training.data.fingerprint import digest_ids
 from bestiary.training.data.masks import TrainOn
@@ -67,7 +67,7 @@ class SourceConfig(Section):
     weight: Annotated[float, Field(ge=0)] = 1.0
     on_corrupt: Literal["raise", "skip"] = "raise"
 
-    def encoder(self, tokenizer: BaseHFModelTokenizer) -> RowEncoder:
+    def encoder(self, tokenizer: BaseHFModelTokenizer, wanted: Wanted = NOTHING) -> RowEncoder:
         """What makes tokens of its rows."""
         return RowEncoder(
             tokenizer=tokenizer,
@@ -78,14 +78,15 @@ class SourceConfig(Section):
             as_chat=self.as_chat,
             reasoning=self.reasoning,
             neutralise=self.neutralise,
+            wanted=wanted,
         )
 
-    def source(self, tokenizer: BaseHFModelTokenizer) -> Source:
+    def source(self, tokenizer: BaseHFModelTokenizer, wanted: Wanted = NOTHING) -> Source:
         """The source itself."""
         return Source(
             name=self.name,
             files=self.files,
-            encode=self.encoder(tokenizer),
+            encode=self.encoder(tokenizer, wanted),
             weight=self.weight,
             on_corrupt=self.on_corrupt,
         )
@@ -119,10 +120,14 @@ class DataConfig(Section):
         mark = tokenizer.fingerprint.model_dump(mode="json", exclude={"versions"})
         return json.dumps({**mark, "probes": digest_ids(mark["probes"])[:16]}, sort_keys=True)
 
-    def plan(self, tokenizer: BaseHFModelTokenizer) -> Plan:
-        """What a loader takes."""
+    def plan(self, tokenizer: BaseHFModelTokenizer, wanted: Wanted = NOTHING) -> Plan:
+        """What a loader takes.
+
+        Args:
+            wanted: by the recipe, of every row.
+        """
         return Plan(
-            sources=tuple(source.source(tokenizer) for source in self.sources),
+            sources=tuple(source.source(tokenizer, wanted) for source in self.sources),
             pack_length=self.pack_length,
             pad_id=tokenizer.pad_id,
             tokenizer=self.encoding(tokenizer),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from bestiary.kernels.errors import BestiaryError
-from bestiary.training.data.chat import Conversation, EncodedChat, encode_chats, located
+from bestiary.training.data.chat import Conversation, encode_chats, located
 from bestiary.training.data.errors import SampleRefused, TokenizerRefused
 from bestiary.training.data.masks import TrainOn
 from bestiary.training.data.messages import Message
@@ -29,10 +29,31 @@ from bestiary.training.data.samples import (
     Unpaired,
     parse,
 )
+from bestiary.training.data.teacher import check_rows, teacher_words
 from bestiary.training.data.tokenizer import BaseHFModelTokenizer
 from bestiary.training.data.tokens import IGNORED, Tokens
 
 Encoded = Tokens | tuple[Tokens, Tokens]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a recipe wants of every row beside its tokens.
+
+    Attributes:
+        teacher: the teacher's words that the row has; else they stay in the file.
+        temperature: that those must have been taken at; None: any.
+    """
+
+    teacher: bool = False
+    temperature: float | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """What of it is not the default, as JSON values."""
+        return {name: value for name, value in asdict(self).items() if value != getattr(NOTHING, name)}
+
+
+NOTHING = Wanted()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +66,7 @@ class RowEncoder:
         as_chat: a prompt and its completion as a question and an answer in the chat template.
         reasoning: `keep` it, or `drop` it before rendering.
         neutralise: control tokens that people's texts spell out stay text.
+        wanted: beside tokens and labels.
 
     Labels mark what is trained. A reward sample marks its last token, where the score is read; a prompt for
     reinforcement learning marks nothing. Tokens carry the sample's number, see `value_of`; those of a pair both.
@@ -58,6 +80,7 @@ class RowEncoder:
     as_chat: bool = False
     reasoning: Literal["keep", "drop"] = "keep"
     neutralise: bool = True
+    wanted: Wanted = NOTHING
 
     def describe(self) -> str:
         """What tokens and labels depend on beside the tokenizer, as JSON: a state taken under another is refused."""
@@ -70,7 +93,7 @@ class RowEncoder:
             "reasoning": self.reasoning,
             "neutralise": self.neutralise,
         }
-        return json.dumps(settings, sort_keys=True)
+        return json.dumps(settings | self.wanted.describe(), sort_keys=True)
 
     def __call__(self, row: Mapping[str, Any]) -> Encoded:
         """One row; a pair for preferences. Errors as `encode`."""
@@ -114,10 +137,25 @@ class RowEncoder:
             tokens = [replace(one, value=value_of(sample)) for one, sample in zip(tokens, samples, strict=True)]
         if self.kind == "reward":
             return [_last(one) for one in tokens]
-        if self.kind == "distillation":
-            for sample, chat, place in zip(samples, chats, where, strict=True):
-                _check_teacher(sample, chat, place)
+        if self.wanted.teacher:
+            tokens = [self._taught(*one) for one in zip(samples, tokens, where, strict=True)]
+        else:
+            for sample, one, place in zip(samples, tokens, where, strict=True):
+                if isinstance(sample, Distillation) and sample.teacher_ids is not None:
+                    check_rows(sample.teacher_ids, sample.teacher_digest, one, place)
         return [*tokens]
+
+    def _taught(self, sample: Sample, tokens: Tokens, where: str) -> Tokens:
+        """The tokens with their teacher's words."""
+        if not isinstance(sample, Distillation):
+            raise SampleRefused(
+                f"{where}: a sample of kind {self.kind} has no teacher_ids.", remedy="kind: distillation"
+            )
+        known = self.tokenizer.vocab_rows or len(self.tokenizer)
+        temperature = self.wanted.temperature
+        return replace(
+            tokens, teacher=teacher_words(sample, tokens, vocabulary=known, temperature=temperature, where=where)
+        )
 
     @property
     def _train_on(self) -> TrainOn:
@@ -236,13 +274,3 @@ def _last(tokens: Tokens) -> Tokens:
     at = int(np.flatnonzero(tokens.labels != IGNORED)[-1])
     labels[at] = tokens.input_ids[at]
     return replace(tokens, labels=labels)
-
-
-def _check_teacher(sample: Sample, chat: EncodedChat, where: str) -> None:
-    if isinstance(sample, Distillation) and sample.teacher_ids is not None:
-        trained = int(chat.loss_mask.sum())
-        if len(sample.teacher_ids) != trained:
-            raise SampleRefused(
-                f"{where}: teacher_ids has {len(sample.teacher_ids)} rows for {trained} trained tokens.",
-                remedy="keep the teacher's tokens with the tokenizer and template of the student",
-            )

@@ -14,6 +14,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 
 import pyarrow as pa
@@ -23,6 +24,7 @@ from bestiary.training.data.errors import InvalidPlan, StorageFailed
 
 Row = Mapping[str, Any]
 PARQUET_ROWS = 64  # rows decoded at once
+_LARGE_ROW = 1 << 14  # bytes
 SUFFIXES = {
     ".jsonl": "jsonl",
     ".json": "jsonl",
@@ -160,9 +162,18 @@ def _batch(batch: pa.RecordBatch, first: int, start: Place) -> Iterator[RawRow]:
     if first + len(batch) <= start.row:
         return
     size = batch.nbytes // max(len(batch), 1)
+    if size > _LARGE_ROW:  # Python's numbers take several times as much: a row at a time
+        for index in range(max(start.row - first, 0), len(batch)):
+            yield RawRow(Place(first + index), size, partial(_only, batch.slice(index, 1)))
+        return
     for index, row in enumerate(batch.to_pylist(), first):
         if index >= start.row:
             yield RawRow(Place(index), size, lambda values=row: values)  # type: ignore[misc]
+
+
+def _only(batch: pa.RecordBatch) -> Row:
+    row: Row = batch.to_pylist()[0]
+    return row
 
 
 def _tar(raw: io.RawIOBase, path: str, start: Place, buffer: int) -> Iterator[RawRow]:

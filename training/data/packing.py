@@ -5,7 +5,7 @@ with a gap only if none of `look_ahead` documents fits in it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bestiary.training.data.errors import InvalidPlan, OverflowRefused
 from bestiary.training.data.source import Cursor
-from bestiary.training.data.tokens import IGNORED, Tokens
+from bestiary.training.data.tokens import IGNORED, TeacherWords, Tokens
 
 Overflow = Literal["error", "truncate", "split", "drop"]
 
@@ -49,6 +49,7 @@ class Pack:
         borders: (documents + 1,) int32, with the padding as one more document where there is any.
         documents: without the padding.
         values: (documents,) float32, the number each document carries, NaN for one without; None where all are without.
+        teacher: (T, k), a teacher's words for the tokens with a label, not shifted; None where no document has any.
     """
 
     input_ids: NDArray[np.int32]
@@ -56,6 +57,7 @@ class Pack:
     borders: NDArray[np.int32]
     documents: int
     values: NDArray[np.float32] | None = None
+    teacher: TeacherWords | None = None
 
     @property
     def useful_tokens(self) -> int:
@@ -84,7 +86,21 @@ def assemble(chosen: Sequence[Candidate], pack_length: int, pad_id: int) -> Pack
     values = None
     if any(part.value is not None for part in parts):
         values = np.array([np.nan if part.value is None else part.value for part in parts], np.float32)
-    return Pack(ids, labels, np.array(borders, np.int32), len(parts), values)
+    return Pack(ids, labels, np.array(borders, np.int32), len(parts), values, _taught(parts, borders, pack_length))
+
+
+def _taught(parts: Sequence[Tokens], borders: Sequence[int], pack_length: int) -> TeacherWords | None:
+    """The teacher's words of all documents; as for labels, none for the first token of each."""
+    known = [part.teacher for part in parts if part.teacher is not None]
+    if not known:
+        return None
+    width = max(one.words.shape[1] for one in known)
+    made = TeacherWords.none(pack_length, width, np.result_type(*(one.log_probs for one in known)))
+    for part, start in zip(parts, borders, strict=False):
+        if part.teacher is not None:
+            place = slice(start + 1, start + len(part)), slice(part.teacher.words.shape[1])
+            made.words[place], made.log_probs[place] = part.teacher.words[1:], part.teacher.log_probs[1:]
+    return made
 
 
 class Packer:
@@ -164,7 +180,8 @@ def fit(parts: tuple[Tokens, ...], length: int, overflow: Overflow, where: str) 
 
 
 def _slice(tokens: Tokens, start: int, end: int) -> Tokens:
-    return Tokens(tokens.input_ids[start:end], tokens.labels[start:end], tokens.value)
+    teacher = None if tokens.teacher is None else tokens.teacher.part(start, end)
+    return replace(tokens, input_ids=tokens.input_ids[start:end], labels=tokens.labels[start:end], teacher=teacher)
 
 
 def _trains(tokens: Tokens) -> bool:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from bestiary.training.data.balance import Cost, assign
 from bestiary.training.data.errors import StateMismatch
 from bestiary.training.data.packing import Pack
+from bestiary.training.data.tokens import TeacherWords
 
 State = dict[str, Any]
 
@@ -65,10 +66,10 @@ def exchange(packs: Mapping[int, Pack], cost: Cost, group: dist.ProcessGroup | N
         return [packs[stream] for stream in sorted(packs)]
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     told: list[Any] = [None] * world
-    dist.all_gather_object(told, {stream: cost(pack) for stream, pack in packs.items()}, group=group)
+    dist.all_gather_object(told, {stream: (cost(pack), _width(pack)) for stream, pack in packs.items()}, group=group)
     owner = {stream: place for place, own in enumerate(told) for stream in own}
     streams = sorted(owner)
-    taken = assign([told[owner[stream]][stream] for stream in streams], world)
+    taken = assign([told[owner[stream]][stream][0] for stream in streams], world)
     taker = {streams[index]: place for place, indices in enumerate(taken) for index in indices}
     sent, received, works = [], {}, []
     for stream in streams:
@@ -81,35 +82,55 @@ def exchange(packs: Mapping[int, Pack], cost: Cost, group: dist.ProcessGroup | N
             works.append(dist.isend(sent[-1], peer, group=group, tag=stream))
         else:
             length = len(next(iter(packs.values())).input_ids)
-            received[stream] = torch.empty(4 * length + 4, dtype=torch.int32)
+            received[stream] = torch.empty((4 + sum(told[source][stream][1])) * length + 4, dtype=torch.int32)
             works.append(dist.irecv(received[stream], peer, group=group, tag=stream))
     for work in works:
         if work is not None:
             work.wait()
     return [
-        packs[stream] if owner[stream] == rank else _unflat(received[stream])
+        packs[stream] if owner[stream] == rank else _unflat(received[stream], told[owner[stream]][stream][1])
         for stream in streams
         if taker[stream] == rank
     ]
 
 
+def _width(pack: Pack) -> tuple[int, int]:
+    """How many int32 a token's row of teacher's words takes, and how many its log-probabilities."""
+    if pack.teacher is None:
+        return 0, 0
+    words = pack.teacher.words.shape[1]
+    return words, words * pack.teacher.log_probs.itemsize // 4
+
+
 def _flat(pack: Pack) -> torch.Tensor:
-    """(4·T + 4,) int32: ids, labels, borders and the bits of values padded to their largest numbers, three counts."""
-    length = len(pack.input_ids)
-    flat = torch.zeros(4 * length + 4, dtype=torch.int32)
+    """int32: ids, labels, borders and the bits of values padded to their largest numbers, the teacher's words and the
+    bits of their log-probabilities, three counts.
+    """
+    length, (words, bits) = len(pack.input_ids), _width(pack)
+    flat = torch.zeros((4 + words + bits) * length + 4, dtype=torch.int32)
     flat[:length] = torch.from_numpy(pack.input_ids)
     flat[length : 2 * length] = torch.from_numpy(pack.labels)
     flat[2 * length : 2 * length + len(pack.borders)] = torch.from_numpy(pack.borders)
     if pack.values is not None:
         flat[3 * length + 1 : 3 * length + 1 + pack.documents] = torch.from_numpy(pack.values.view(np.int32))
+    if pack.teacher is not None:
+        start = 4 * length + 1
+        flat[start : start + words * length] = torch.from_numpy(pack.teacher.words).flatten()
+        log_probs = np.ascontiguousarray(pack.teacher.log_probs).view(np.int32)
+        flat[start + words * length : start + (words + bits) * length] = torch.from_numpy(log_probs).flatten()
     flat[-3], flat[-2], flat[-1] = pack.values is not None, len(pack.borders), pack.documents
     return flat
 
 
-def _unflat(flat: torch.Tensor) -> Pack:
-    row = flat.numpy()
-    length, valued, borders, documents = (len(row) - 4) // 4, bool(row[-3]), int(row[-2]), int(row[-1])
+def _unflat(flat: torch.Tensor, width: tuple[int, int]) -> Pack:
+    row, (words, bits) = flat.numpy(), width
+    length = (len(row) - 4) // (4 + words + bits)
+    valued, borders, documents = bool(row[-3]), int(row[-2]), int(row[-1])
     values = row[3 * length + 1 : 3 * length + 1 + documents].view(np.float32).copy() if valued else None
-    return Pack(
-        row[:length], row[length : 2 * length], row[2 * length : 2 * length + borders].copy(), documents, values
-    )
+    teacher = None
+    if words:
+        start, middle, end = (4 * length + 1 + part * length for part in (0, words, words + bits))
+        log_probs = row[middle:end].copy().view(np.float32 if bits == words else np.float64)
+        teacher = TeacherWords(row[start:middle].reshape(length, words).copy(), log_probs.reshape(length, words))
+    ids, labels = row[:length], row[length : 2 * length]
+    return Pack(ids, labels, row[2 * length : 2 * length + borders].copy(), documents, values, teacher)

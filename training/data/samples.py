@@ -117,7 +117,9 @@ class Distillation(_Record):
     """A conversation that a teacher wrote, and for each trained token the teacher's likeliest tokens, if kept.
 
     Attributes:
-        teacher_ids, teacher_log_probs: a row a trained token, k columns; both or none.
+        teacher_ids, teacher_log_probs: a row a trained token, its likeliest words first or in any order; both or none.
+        teacher_digest: of the tokens that they belong to (`tokens.digest_of`); None: only their number is compared.
+        teacher_temperature: that the log-probabilities were taken at.
     """
 
     messages: Messages
@@ -125,6 +127,8 @@ class Distillation(_Record):
     teacher: str | None = None
     teacher_ids: tuple[tuple[int, ...], ...] | None = None
     teacher_log_probs: tuple[tuple[float, ...], ...] | None = None
+    teacher_digest: str | None = None
+    teacher_temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
 
     @model_validator(mode="after")
     def _shapes(self) -> Self:

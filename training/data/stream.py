@@ -199,5 +199,7 @@ def _check(part: Tokens) -> None:
         raise ValueError(f"input_ids {ids.shape} and labels {labels.shape} are not two equally long rows")
     if not ((labels == ids) | (labels == IGNORED)).all():
         raise ValueError("a label is neither its own token nor -100; labels are not shifted here")
+    if part.teacher is not None and (len(part.teacher) != len(ids) or part.teacher.words.ndim != 2):
+        raise ValueError(f"teacher has rows {part.teacher.words.shape} for {len(ids)} tokens")
     if part.value is not None and not math.isfinite(part.value):
         raise ValueError(f"value = {part.value}, expected a finite number or none")

@@ -9,6 +9,7 @@ from typing import Any
 
 from bestiary.models import Decoder
 from bestiary.training.config import ADAPTERS_OFF, RunConfig
+from bestiary.training.data.encode import NOTHING, Wanted
 from bestiary.training.errors import InvalidRun
 from bestiary.training.recipes.base import Recipe
 from bestiary.training.recipes.distill import Distill
@@ -56,11 +57,22 @@ def build(config: RunConfig, load: Callable[[str], Decoder]) -> tuple[Recipe, tu
     if "reference" in takes:
         given["reference"], others = _reference(config, load)
     if "teacher" in takes:
-        if loss.teacher is None:
-            raise InvalidRun("loss.teacher is missing.", remedy="a checkpoint with the same vocabulary")
-        others = (load(loss.teacher),)
-        given["teacher"] = others[0]
+        if loss.teacher is None and any(source.kind != "distillation" for source in config.data.sources):
+            raise InvalidRun(
+                "loss.teacher is missing.",
+                remedy="a checkpoint with the same vocabulary, or sources of kind distillation alone, whose rows hold "
+                "what a teacher said (bestiary distill CONFIG --store-teacher FILE writes such)",
+            )
+        others = () if loss.teacher is None else (load(loss.teacher),)
+        given["teacher"] = others[0] if others else None
     return made(**given), others
+
+
+def wanted_of(config: RunConfig) -> Wanted:
+    """What the recipe reads of every row beside its tokens: a teacher's words where no teacher is loaded."""
+    if config.recipe != "distill" or config.loss.teacher is not None:
+        return NOTHING
+    return Wanted(teacher=True, temperature=config.loss.options.get("temperature", 1.0))
 
 
 def _check_taken(taken: bool, config: RunConfig, key: str, value: object) -> None:

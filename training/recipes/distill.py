@@ -6,19 +6,21 @@ import math
 from typing import ClassVar, Literal, cast, get_args
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from bestiary.kernels.divergence import Distillation, TeacherHead, TopK
 from bestiary.kernels.divergence_terms import Kind as Divergence
 from bestiary.kernels.head import head_logits
+from bestiary.kernels.precision import at_least_fp32
 from bestiary.models import Decoder
 from bestiary.training.data.batch import batch
 from bestiary.training.data.packing import Pack
 from bestiary.training.data.samples import Kind
-from bestiary.training.data.tokens import IGNORED
+from bestiary.training.data.tokens import IGNORED, NO_WORD, TeacherWords
 from bestiary.training.errors import InvalidRun
 from bestiary.training.recipes.base import Batch, LossSum
-from bestiary.training.recipes.documents import check_positive, frozen_pass, model_inputs, router_term
+from bestiary.training.recipes.documents import check_positive, frozen_pass, model_inputs, on, router_term
 from bestiary.training.recipes.names import known
 
 _LOGITS = 2**24  # of the teacher at once, where its likeliest words are looked for
@@ -26,7 +28,8 @@ _LOGITS = 2**24  # of the teacher at once, where its likeliest words are looked 
 
 class Distill:
     """Args:
-    teacher: a model over the student's vocabulary; frozen here.
+    teacher: a model over the student's vocabulary, frozen here; None: packs bring its likeliest words, and no teacher
+        is in memory. They count as those of `top_k` do.
     loss: forward_kl, KL(t ‖ s); reverse_kl, KL(s ‖ t); jsd, the generalised Jensen–Shannon divergence of GKD with
         m = beta · t + (1 − beta) · s, as TRL's (OpenRLHF and NeMo-RL mix the two KLs instead).
     beta: of jsd, in (0, 1).
@@ -46,7 +49,7 @@ class Distill:
 
     def __init__(
         self,
-        teacher: Decoder,
+        teacher: Decoder | None,
         loss: str = "forward_kl",
         beta: float = 0.5,
         temperature: float = 1.0,
@@ -61,16 +64,26 @@ class Distill:
             )
         if top_k is not None and top_k < 1:
             raise InvalidRun(f"loss.options.top_k = {top_k}.", remedy="at least 1, or leave it out for all words")
-        self.teacher = teacher.requires_grad_(False).eval()
+        if teacher is None and top_k is not None:
+            raise InvalidRun(
+                f"loss.options.top_k = {top_k} and no loss.teacher: the data's words count, as many as it has.",
+                remedy="leave it out, or name a teacher",
+            )
+        self.teacher = None if teacher is None else teacher.requires_grad_(False).eval()
         self.beta, self.temperature, self.top_k = beta, temperature, top_k
         # The student reads the teacher's head after the teacher's pass: FSDP2 must leave it whole.
-        for module in (teacher, teacher.lm_head):
+        for module in () if teacher is None else (teacher, teacher.lm_head):
             if isinstance(module, FSDPModule):
                 module.set_reshard_after_forward(False, recurse=False)
 
     def batch(self, pack: Pack) -> Batch:
-        """Arguments of forward with `shift_labels`."""
-        return dict(batch(pack, shifted=True))
+        """Arguments of forward with `shift_labels`; without a teacher also words, log_prob (T, k), the next token's.
+
+        Raises:
+            InvalidRun: there is no teacher, and a trained token without words.
+        """
+        found: Batch = dict(batch(pack, shifted=True))
+        return found if self.teacher is not None else found | _stored(pack)
 
     def count(self, batch: Batch) -> int:
         """Trained tokens."""
@@ -85,21 +98,25 @@ class Distill:
         if self.teacher is model:
             raise InvalidRun("the teacher is the student itself.", remedy="another model in loss.teacher")
         given = model_inputs(batch, model, "shift_labels")
-        with frozen_pass(self.teacher):
-            teacher: TeacherHead | TopK = self.teacher(**model_inputs(batch, self.teacher), return_teacher=True).teacher
-            if self.top_k is not None and isinstance(teacher, TeacherHead):
-                counted = given["shift_labels"].flatten() != IGNORED
-                teacher = likeliest(teacher, self.top_k, self.temperature, counted)
-        asked = Distillation(teacher, self.kind, self.beta)
+        asked = Distillation(self._said(model, batch, given["shift_labels"]), self.kind, self.beta)
         found = model(**given, num_items_in_batch=1, temperature=self.temperature, distillation=asked)
         return LossSum(found.loss + router_term(model, found, self.count(batch) - 1))
 
+    def _said(self, model: Decoder, batch: Batch, labels: Tensor) -> TeacherHead | TopK:
+        """What the teacher says, or said when it was asked."""
+        if self.teacher is None:
+            dtype = at_least_fp32(next(model.parameters()).dtype)
+            words, log_prob = on(batch["words"], labels.device).long(), on(batch["log_prob"], labels.device).to(dtype)
+            return TopK(words, with_others(log_prob))
+        with frozen_pass(self.teacher):
+            said = self.teacher(**model_inputs(batch, self.teacher), return_teacher=True).teacher
+            if self.top_k is None or not isinstance(said, TeacherHead):
+                return cast(TeacherHead, said)
+            return likeliest(said, self.top_k, self.temperature, labels.flatten() != IGNORED)
+
 
 def likeliest(teacher: TeacherHead, k: int, temperature: float, counted: torch.Tensor) -> TopK:
-    """A teacher's k likeliest words at the positions that count, none (−1) elsewhere.
-
-    All other words keep a probability of at least a few roundings of 1: below that 1 − Σ p is noise, and a reverse
-    divergence from 0 would be infinite.
+    """A teacher's k likeliest words at the positions that count, none (−1) elsewhere; see `with_others`.
 
     Args:
         counted: (N,) bool.
@@ -118,6 +135,29 @@ def likeliest(teacher: TeacherHead, k: int, temperature: float, counted: torch.T
         for rows in counted.nonzero().squeeze(-1).split(max(1, _LOGITS // size)):
             logits = head_logits(teacher.hidden[rows], teacher.weight, divisor=teacher.divisor, softcap=teacher.softcap)
             found = (logits.to(log_prob.dtype) / temperature).log_softmax(-1).topk(k, dim=-1)
-            spare = (math.log1p(-8 * torch.finfo(log_prob.dtype).eps) - found.values.logsumexp(-1)).clamp(max=0.0)
-            words[rows], log_prob[rows] = found.indices, found.values + (spare[:, None] if k < size else 0.0)
+            words[rows], log_prob[rows] = found.indices, with_others(found.values) if k < size else found.values
     return TopK(words, log_prob)
+
+
+def with_others(log_prob: Tensor) -> Tensor:
+    """Log-probabilities (N, k) of some words, lowered where the others would keep less than a few roundings of 1.
+
+    Below that 1 − Σ p is noise, and a reverse divergence from 0 would be infinite.
+    """
+    total = log_prob.logsumexp(-1, keepdim=True)
+    spare = (math.log1p(-8 * torch.finfo(log_prob.dtype).eps) - total).clamp(max=0.0)
+    return log_prob + spare.masked_fill(total == -torch.inf, 0.0)
+
+
+def _stored(pack: Pack) -> Batch:
+    """The words of a pack beside its `shift_labels`: at each position those of the next token."""
+    trained = pack.labels != IGNORED
+    lacking = trained if pack.teacher is None else trained & (pack.teacher.words == NO_WORD).all(1)
+    if lacking.any():
+        raise InvalidRun(
+            f"{int(lacking.sum())} of {int(trained.sum())} trained tokens of a pack have no teacher's words.",
+            remedy="loss.teacher, or sources of kind distillation whose rows hold teacher_ids",
+        )
+    known = TeacherWords.none(len(trained), 1) if pack.teacher is None else pack.teacher
+    words, log_prob = torch.from_numpy(known.words), torch.from_numpy(known.log_probs)
+    return {"words": words.roll(-1, 0), "log_prob": log_prob.roll(-1, 0)}

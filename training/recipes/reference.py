@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from itertools import pairwise
@@ -16,6 +15,7 @@ from torch import Tensor
 from bestiary.models import Decoder
 from bestiary.models.lora import adapters_off
 from bestiary.training.data.packing import Pack
+from bestiary.training.data.tokens import digest_of
 from bestiary.training.errors import InvalidRun
 from bestiary.training.recipes.base import Batch
 from bestiary.training.recipes.documents import document_batch, document_sums, frozen_pass, model_inputs, on
@@ -132,9 +132,4 @@ def token_log_probs(model: Decoder, batch: Batch) -> Tensor:
 def digests(pack: Pack) -> list[str]:
     """A name for each document, from its tokens and labels."""
     borders = pack.borders[: pack.documents + 1].tolist()
-    return [
-        hashlib.blake2b(
-            pack.input_ids[start:end].tobytes() + pack.labels[start:end].tobytes(), digest_size=12
-        ).hexdigest()
-        for start, end in pairwise(borders)
-    ]
+    return [digest_of(pack.input_ids[start:end], pack.labels[start:end]) for start, end in pairwise(borders)]

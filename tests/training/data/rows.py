@@ -26,11 +26,20 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def rows_of(lengths: Sequence[int], first: int = 0, *, valued: bool = False) -> list[dict[str, Any]]:
-    """Rows with rising ids; if asked, every third with a number beside its tokens."""
-    return [
-        {"id": row, "input_ids": [1 + row] * length} | ({"value": row + 0.5} if valued and row % 3 == 0 else {})
-        for row, length in enumerate(lengths, first)
-    ]
+    """Rows with rising ids; if asked, every third with a number and a teacher's words beside its tokens."""
+    made = []
+    for row, length in enumerate(lengths, first):
+        made.append({"id": row, "input_ids": [1 + row] * length})
+        if valued and row % 3 == 0:
+            widths = [1 + (row + place) % 3 for place in range(length)]
+            words = {"teacher_ids": [[row + 1 + word for word in range(width)] for width in widths]}
+            words |= {
+                "teacher_log_probs": [
+                    [-2.0 - place - word for word in range(width)] for place, width in enumerate(widths)
+                ]
+            }
+            made[-1] |= {"value": row + 0.5} | words
+    return made
 
 
 def lengths(count: int, seed: int, largest: int) -> list[int]:
@@ -69,4 +78,5 @@ def unchanged(pack: Pack) -> Pack:
 def key(pack: Pack) -> tuple[Any, ...]:
     """Equal for packs that are equal token by token."""
     values = None if pack.values is None else pack.values.tobytes()
-    return pack.input_ids.tobytes(), pack.labels.tobytes(), pack.borders.tobytes(), pack.documents, values
+    said = None if pack.teacher is None else (pack.teacher.words.tobytes(), pack.teacher.log_probs.tobytes())
+    return pack.input_ids.tobytes(), pack.labels.tobytes(), pack.borders.tobytes(), pack.documents, values, said

@@ -1,6 +1,7 @@
 """Ranks get as many packs each and about equal work."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from numpy.typing import NDArray
 from bestiary.training.data.balance import Cost, assign
 from bestiary.training.data.errors import InvalidPlan
 from bestiary.training.data.packing import Pack
-from bestiary.training.data.ranks import _flat, _unflat
+from bestiary.training.data.ranks import _flat, _unflat, _width
+from bestiary.training.data.tokens import TeacherWords
 
 from .rows import key
 
@@ -59,7 +61,14 @@ def test_packs_that_do_not_divide_are_refused() -> None:
 
 @pytest.mark.parametrize("values", [None, np.array([0.1, np.nan, -3.0, 1.0], np.float32)])
 @pytest.mark.parametrize("borders", [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 6]])
-def test_a_pack_arrives_as_it_was_sent(borders: list[int], values: NDArray[np.float32] | None) -> None:
+@pytest.mark.parametrize("precise", [None, np.float32, np.float64])
+def test_a_pack_arrives_as_it_was_sent(
+    borders: list[int], values: NDArray[np.float32] | None, precise: type[np.floating[Any]] | None
+) -> None:
     ids = np.arange(borders[-1], dtype=np.int32)
-    sent = Pack(ids, -ids, np.array(borders, np.int32), 4, values)
-    assert key(_unflat(_flat(sent))) == key(sent)
+    words = np.arange(3 * len(ids), dtype=np.int32).reshape(-1, 3)
+    teacher = None if precise is None else TeacherWords(words, (-words / 7).astype(precise))
+    sent = Pack(ids, -ids, np.array(borders, np.int32), 4, values, teacher)
+    arrived = _unflat(_flat(sent), _width(sent))
+    assert key(arrived) == key(sent)
+    assert arrived.teacher is None or arrived.teacher.log_probs.dtype == precise

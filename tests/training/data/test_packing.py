@@ -17,7 +17,7 @@ from bestiary.training.data.packing import Candidate, Overflow, Packer, assemble
 from bestiary.training.data.plan import Plan
 from bestiary.training.data.source import Cursor, Source
 from bestiary.training.data.stream import Stream
-from bestiary.training.data.tokens import IGNORED, Tokens
+from bestiary.training.data.tokens import IGNORED, TeacherWords, Tokens
 
 from .rows import lengths, rows_of, write
 
@@ -150,6 +150,30 @@ def test_a_stream_holds_no_more_documents_than_it_looks_through(tmp_path: Path) 
         stream.next()
     assert len(most) > 1000
     assert max(most) <= 8 + 16  # waiting, and at least one token each in the pack that is being filled
+
+
+@given(
+    sizes=st.lists(st.integers(2, 3 * LENGTH), min_size=1, max_size=8),
+    overflow=st.sampled_from(["truncate", "split", "drop"]),
+    seed=st.integers(0, 99),
+)
+def test_a_teacher_s_words_stay_beside_their_tokens(sizes: list[int], overflow: Overflow, seed: int) -> None:
+    """Whole, cut or in pieces, with as many words a token as each document has: the first is the token itself."""
+    random = np.random.default_rng(seed)
+    chosen = []
+    for size in sizes:
+        ids = random.integers(0, 1000, size).astype(np.int32)
+        labels = np.where(random.random(size) < 0.7, ids, np.int32(IGNORED)).astype(np.int32)
+        words = np.full((size, 1 + size % 3), -1, np.int32)
+        words[:, 0] = labels.clip(-1)
+        one = Tokens(ids, labels, teacher=TeacherWords(words, -np.ones(words.shape, np.float32)))
+        chosen += [Candidate(0, "a", 0, Cursor(), 0, piece) for piece in fit((one,), LENGTH, overflow, "row")]
+    pack = assemble(chosen, sum(map(len, chosen)) + 3, 0)
+    if not chosen:
+        assert pack.teacher is None
+        return
+    assert pack.teacher is not None
+    assert (pack.teacher.words[:, 0] == pack.labels.clip(-1)).all()
 
 
 @pytest.mark.parametrize("overflow", ["truncate", "split"])

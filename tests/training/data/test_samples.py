@@ -7,11 +7,11 @@ import pickle
 import numpy as np
 import pytest
 
-from bestiary.training.data.encode import EventEncoder, RowEncoder, value_of
+from bestiary.training.data.encode import EventEncoder, RowEncoder, Wanted, value_of
 from bestiary.training.data.errors import MaskRefused, SampleRefused
 from bestiary.training.data.masks import TrainOn
 from bestiary.training.data.samples import RECORDS, parse
-from bestiary.training.data.tokens import IGNORED
+from bestiary.training.data.tokens import IGNORED, digest_of
 
 ASK, SAY = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 # kind, row, what of it is wrong
@@ -123,6 +123,46 @@ def test_a_teacher_s_rows_fit_the_trained_tokens(tokenizer_of):
     assert trained(rows.tokenizer, rows(row)) == "A<|im_end|>"
     with pytest.raises(SampleRefused, match="has 1 rows for 2 trained tokens"):
         rows({**row, "teacher_ids": [[1]], "teacher_log_probs": [[-0.1]]})
+
+
+def test_a_teacher_s_words_stand_beside_the_tokens_that_are_trained(tokenizer_of):
+    """Likeliest first, rows of unequal lengths; narrow where float32 says all of it; left in the file unless wanted."""
+    row = {"messages": [ASK, SAY], "teacher_ids": [[7], [5, 3, 9]], "teacher_log_probs": [[-0.5], [-3, -1, -2]]}
+    assert encoder(tokenizer_of, "distillation")(row).teacher is None
+    rows = encoder(tokenizer_of, "distillation", wanted=Wanted(teacher=True, temperature=1.0))
+    made = rows(row)
+    told = made.labels != IGNORED
+    assert made.teacher.words[told].tolist() == [[7, -1, -1], [3, 9, 5]]
+    assert made.teacher.log_probs[told].tolist() == [[-0.5, -np.inf, -np.inf], [-1, -2, -3]]
+    assert (made.teacher.words[~told] == -1).all()
+    assert (made.teacher.log_probs.dtype, made.teacher.log_probs.shape) == (np.float32, (len(made), 3))
+    assert rows({**row, "teacher_log_probs": [[-0.1], [-3, -1, -2]]}).teacher.log_probs.dtype == np.float64
+    assert rows({**row, "teacher_digest": digest_of(made.input_ids, made.labels)}).teacher is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"teacher_ids": None, "teacher_log_probs": None}, "there are no teacher_ids"),
+        ({"teacher_digest": "of other tokens"}, "teacher_ids were stored for other tokens"),
+        ({"teacher_temperature": 2.0}, "taken at temperature 2 and the run's is 1"),
+        ({"teacher_ids": [[1, 2], [3, 49152]]}, r"teacher_ids\[1\] holds the id 49152, and the student knows 49152"),
+        ({"teacher_ids": [[1, -1], [3, 4]]}, r"teacher_ids\[0\] holds the id -1"),
+        ({"teacher_ids": [[1, 2], [3, 3]]}, r"teacher_ids\[1\] holds one id twice"),
+        (
+            {"teacher_log_probs": [[-0.1, -0.1], [-1, -2]]},
+            r"teacher_log_probs\[0\] are of probabilities that sum to 1.81",
+        ),
+        ({"teacher_log_probs": [[-1, float("nan")], [-1, -2]]}, r"teacher_log_probs\[0\] holds a value that is no"),
+        ({"teacher_ids": [[1, 2], []], "teacher_log_probs": [[-1, -2], []]}, r"teacher_ids\[1\] names no word"),
+    ],
+)
+def test_words_that_cannot_be_the_teacher_s_are_refused(tokenizer_of, change, said):
+    row = {"messages": [ASK, SAY], "teacher_ids": [[1, 2], [3, 4]], "teacher_log_probs": [[-1, -2], [-1, -2]]}
+    rows = encoder(tokenizer_of, "distillation", wanted=Wanted(teacher=True, temperature=1.0))
+    assert rows(row).teacher is not None
+    with pytest.raises(SampleRefused, match=said):
+        rows(row | change)
 
 
 def test_events_need_no_tokenizer():
