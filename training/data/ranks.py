@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from bestiary.training.data.balance import Cost, assign
 from bestiary.training.data.errors import StateMismatch
@@ -130,7 +131,8 @@ def _unflat(flat: torch.Tensor, width: tuple[int, int]) -> Pack:
     teacher = None
     if words:
         start, middle, end = (4 * length + 1 + part * length for part in (0, words, words + bits))
-        log_probs = row[middle:end].copy().view(np.float32 if bits == words else np.float64)
+        wide = bits > words
+        log_probs: NDArray[np.floating[Any]] = row[middle:end].copy().view(np.float64 if wide else np.float32)
         teacher = TeacherWords(row[start:middle].reshape(length, words).copy(), log_probs.reshape(length, words))
     ids, labels = row[:length], row[length : 2 * length]
     return Pack(ids, labels, row[2 * length : 2 * length + borders].copy(), documents, values, teacher)
