@@ -5,7 +5,8 @@ rows costs two to three times reading it; oneDNN's inner product reads the weigh
 through a (262144, 640) weight on two cores, against 14 ms for reading it at full speed:
     AVX-512 (Zen 5)    BLAS 92 ms, transposed 68 ms, oneDNN 31 ms
     the same, AVX2     BLAS 88 ms, transposed 66 ms, oneDNN 50 ms
-Many rows, with gradients or without: `products` says where.
+Many rows, with gradients or without: `products` says where. A loop that makes many products of few rows with the same
+weights has them packed once (`packed`), in bf16 as well.
 """
 
 from typing import Any
@@ -15,11 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bestiary.kernels.dispatch import choose
+from bestiary.kernels.packed import packed, packs
 from bestiary.kernels.products import in_onednn, inner_product, mm
 
 ROWS = 64  # more of them hide the packing
 
 _CAPABLE = torch.backends.cpu.get_cpu_capability() in {"AVX2", "AVX512"}
+_NARROW = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # products of bf16, where torch takes them from oneDNN itself
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -35,8 +38,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         y: Tensor = _Linear.apply(x, weight, bias)
         return y
-    product: Tensor = inner_product(x, weight, bias, "none", [], "")
+    product: Tensor = inner_product(x, _readable(x, weight), bias, "none", [], "")
     return product
+
+
+def _readable(x: Tensor, weight: Tensor) -> Tensor:
+    """The weight in the layout that this product reads fastest."""
+    rows = x.numel() // max(x.shape[-1], 1)
+    return packed(weight, rows) if 0 < rows <= ROWS else weight
 
 
 class _Linear(torch.autograd.Function):
@@ -73,8 +82,9 @@ def _obstacle(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
         return "a compiler makes its own choice"
     if x.device.type != "cpu" or not _CAPABLE or inner_product is None or not torch._C._get_mkldnn_enabled():
         return "oneDNN is for x86 with AVX2, switched on in torch.backends.mkldnn"
+    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 and packs() and _NARROW else torch.float32
     for tensor in (x, weight) if bias is None else (x, weight, bias):
-        if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+        if tensor.dtype != dtype or tensor.device.type != "cpu":
             return "products of other dtypes have their own ways"
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return f"oneDNN takes plain tensors, not {type(tensor).__name__}"

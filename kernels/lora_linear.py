@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bestiary.kernels.dispatch import choose
+from bestiary.kernels.linear import linear
 from bestiary.kernels.log_prob_autograd import refuse_second_order
+from bestiary.kernels.packed import packs
 from bestiary.kernels.products import affine, mm
 from bestiary.kernels.triton_runtime import lora_obstacle
 
@@ -108,7 +110,7 @@ def _product(
         from bestiary.kernels.triton_lora_linear import product  # needs the optional triton
 
         return product(x, weight, bias, low, high, scaling)
-    y = affine(x, weight, bias)
+    y = linear(x, weight, bias) if packs() else affine(x, weight, bias)
     if low.dtype == y.dtype:
         low = _rows(low)
         y.view(low.shape[0], y.shape[-1]).addmm_(low, high.t(), alpha=scaling)

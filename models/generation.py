@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from bestiary.kernels.packed import packed_weights
 from bestiary.kernels.precision import at_least_fp32
 from bestiary.models.cache import Cache
 from bestiary.models.config import DynamicScaling, HeadKind, LongRopeScaling
@@ -37,6 +38,7 @@ _NEUTRAL: Mapping[str, float] = {
     "guidance_scale": 1.0,
 }  # values beside None, False and 0 that change nothing
 
+_KNOWN = frozenset({"bestiary", "torch"})  # packages whose modules leave weights alone
 _LIKELY = 1024  # tokens among which the nucleus is looked for first
 
 
@@ -133,6 +135,10 @@ class GenerationMixin:
             softmax(logits / temperature), before filters, 0 after the end of a row. Greedy has no temperature.
         Raises:
             InvalidInput: a score head, right padding, an empty row, a length beyond the context without `allow_long`.
+        Cost:
+            On CPUs the weights are packed for the length of the call where that pays (`kernels.packed`): a copy of at
+            most 2 GiB. Not with hooks or modules of others, which could write weights behind torch's back (`.data`);
+            other threads must not do so meanwhile.
         """
         given = {"do_sample": do_sample, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         model = cast("Decoder", self)
@@ -156,22 +162,26 @@ class GenerationMixin:
         cache = Cache(model.decoder_config) if use_cache else None
         sequence, log_probs = input_ids, []
         unseen = input_ids
-        for _ in range(max_new_tokens):
-            positions = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -unseen.shape[1] :]
-            output = model(unseen, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1)
-            logits = output["logits"][:, -1]
-            logits = logits.to(at_least_fp32(logits.dtype))  # a cumulative sum in bf16 would not reach top_p
-            chosen = torch.where(running, sampling.choose(logits, generator), pad)
-            if return_log_probs:
-                scored = (logits / sampling.temperature if sampling.do_sample else logits).log_softmax(-1)
-                log_probs.append(torch.where(running, scored.gather(-1, chosen[:, None]).squeeze(-1), 0.0))
-            sequence = torch.cat((sequence, chosen[:, None]), dim=1)
-            if mask is not None:
-                mask = torch.cat((mask, mask.new_ones(rows, 1)), dim=1)
-            running = running & ~torch.isin(chosen, stop_tensor)
-            if stops and not running.any():
-                break
-            unseen = chosen[:, None] if use_cache else sequence
+        cheap = use_cache and _is_unobserved(model)
+        with packed_weights(uses=max_new_tokens - 1 if cheap else 0, rows=rows):
+            for _ in range(max_new_tokens):
+                positions = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -unseen.shape[1] :]
+                output = model(
+                    unseen, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
+                )
+                logits = output["logits"][:, -1]
+                logits = logits.to(at_least_fp32(logits.dtype))  # a cumulative sum in bf16 would not reach top_p
+                chosen = torch.where(running, sampling.choose(logits, generator), pad)
+                if return_log_probs:
+                    scored = (logits / sampling.temperature if sampling.do_sample else logits).log_softmax(-1)
+                    log_probs.append(torch.where(running, scored.gather(-1, chosen[:, None]).squeeze(-1), 0.0))
+                sequence = torch.cat((sequence, chosen[:, None]), dim=1)
+                if mask is not None:
+                    mask = torch.cat((mask, mask.new_ones(rows, 1)), dim=1)
+                running = running & ~torch.isin(chosen, stop_tensor)
+                if stops and not running.any():
+                    break
+                unseen = chosen[:, None] if use_cache else sequence
         return (sequence, torch.stack(log_probs, dim=1)) if return_log_probs else sequence
 
 
@@ -258,6 +268,18 @@ def _checked_length(model: "Decoder", input_ids: Tensor, mask: Tensor | None, ne
             remedy="shorten the prompt or max_new_tokens, or pass allow_long=True",
         )
     return longest + new
+
+
+def _is_unobserved(model: "Decoder") -> bool:
+    """Whether nothing but our code and torch's runs during a forward pass: no hook, module or mode of others."""
+    ours = all(
+        type(module).__module__.partition(".")[0] in _KNOWN
+        and "forward" not in module.__dict__
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        for module in model.modules()
+    )
+    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+    return ours and not modes and not torch.nn.modules.module._has_any_global_hook()
 
 
 def _frequencies_change(model: "Decoder", length: int) -> bool:
