@@ -206,6 +206,7 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         cache: Cache | None = None,
         distillation: Distillation | None = None,
         return_teacher: bool = False,
+        return_entropy: bool = False,
         **ignored: Any,
     ) -> DecoderOutput:
         """Logits of a batch, or with labels its loss and log-probabilities; with a score head, its scores.
@@ -224,6 +225,7 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
             logits_to_keep: last n positions that get logits, or their indices; 0: all.
             return_logits: with labels, whether to compute logits as well; default no.
             cu_seq_lens_q: (documents + 1,) borders of packed documents in a batch of one row.
+            return_entropy: with targets the output holds `entropy`, with a graph where log_probs have one.
             distillation: a teacher with B · T rows; loss and gradients are then those of the divergence from it, at the
                 positions with a target.
             return_teacher: the output holds `teacher`, which another model's `distillation` takes. Its weight is this
@@ -247,6 +249,7 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
                 logits_to_keep=logits_to_keep,
                 distillation=distillation is not None,
                 return_teacher=return_teacher,
+                return_entropy=return_entropy,
             )
         past = past_key_values if past_key_values is not None else cache
         if past is None and use_cache:
@@ -265,8 +268,11 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
             self._distil(output, hidden, targets, temperature, num_items_in_batch, distillation, return_teacher)
         elif targets is not None:
             alone = shift_labels is not None and num_items_in_batch is None
-            loss, core = self._scored(hidden, targets, temperature, num_items_in_batch, per_token=alone)
+            columns = {"entropy": True} if return_entropy else {}
+            loss, core = self._scored(hidden, targets, temperature, num_items_in_batch, columns, per_token=alone)
             output["log_probs"] = core.log_prob.view_as(targets).clone()  # FSDP2 hooks outputs, and not on views
+            if core.entropy is not None:
+                output["entropy"] = core.entropy.view_as(targets).clone()
             output["loss"] = loss
         if return_logits or (targets is None and return_logits is not False and not return_teacher):
             kept = (
@@ -282,13 +288,20 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         return DecoderOutput(output, hidden_states=hidden)
 
     def _scored(
-        self, hidden: Tensor, targets: Tensor, temperature: float, num_items: Tensor | int | None, *, per_token: bool
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float,
+        num_items: Tensor | int | None,
+        columns: Mapping[str, bool],
+        *,
+        per_token: bool,
     ) -> tuple[Tensor, LogProb]:
         """The loss and the log-probabilities, which have a graph of their own if `per_token`."""
         if isinstance(self.lm_head, Head) and not per_token:
-            scored = self.lm_head(hidden, targets, temperature=temperature, loss=True, num_items=num_items)
+            scored = self.lm_head(hidden, targets, temperature=temperature, loss=True, num_items=num_items, **columns)
             return cast(tuple[Tensor, LogProb], scored)
-        core = cast(LogProb, self.lm_head(hidden, targets, temperature=temperature))
+        core = cast(LogProb, self.lm_head(hidden, targets, temperature=temperature, **columns))
         # A batch without targets has loss 0, not 0 / 0: it still takes part in the backward pass.
         items = (targets != -100).sum().clamp(min=1) if num_items is None else num_items
         return -core.log_prob.sum() / items, core

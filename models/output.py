@@ -13,6 +13,7 @@ FIELDS = (
     "loss",
     "logits",
     "log_probs",
+    "entropy",
     "scores",
     "aux_loss",
     "router_logits",
@@ -27,6 +28,7 @@ class DecoderOutput(dict[str, Any]):
     """A dict with attributes; None fields are absent. `output[0]` is the first field present, as trainers expect.
 
     loss: ().   logits: (B, T, V).   log_probs: (B, T), log p(target at t), 0 where ignored.   aux_loss: ().
+    entropy: (B, T), of the distribution of the token at each target, 0 where ignored.
     scores: (documents, num_labels) of a score head, and `logits` is the same tensor, as transformers calls it.
     router_logits: one (B·T, E) a routed layer.   past_key_values: `Cache`.   hidden_states: (B, T, H), after the norm.
     divergence: (B, T), from a teacher, 0 where ignored.   teacher: this model as a teacher, without a graph.
@@ -35,6 +37,7 @@ class DecoderOutput(dict[str, Any]):
     loss: Tensor | None
     logits: Tensor | None
     log_probs: Tensor | None
+    entropy: Tensor | None
     scores: Tensor | None
     aux_loss: Tensor | None
     router_logits: tuple[Tensor, ...] | None

@@ -87,6 +87,23 @@ def test_log_probs_have_a_graph_where_shift_labels_come_alone() -> None:
     torch.testing.assert_close(gradient, model.model.norm.weight.grad, rtol=1e-9, atol=1e-12)
 
 
+def test_the_entropy_comes_where_it_is_asked_for() -> None:
+    """Of softmax(logits / temperature), 0 where ignored; gradients flow through it with `shift_labels` alone."""
+    model, (ids, labels) = tiny("gemma3"), labelled()  # it caps its logits
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    assert model(ids, shift_labels=targets).entropy is None
+    logits = model(ids).logits / 0.7
+    expected = torch.distributions.Categorical(logits=logits).entropy() * (targets != -100)
+    wanted = torch.autograd.grad(expected.sum(), list(model.parameters()))
+    found = model(ids, shift_labels=targets, temperature=0.7, return_entropy=True).entropy
+    torch.testing.assert_close(found, expected, **EXACT)
+    for ours, theirs in zip(torch.autograd.grad(found.sum(), list(model.parameters())), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    out = model(ids, labels=labels, temperature=0.7, return_entropy=True)
+    torch.testing.assert_close(out.entropy, expected, **EXACT)
+    assert not out.entropy.requires_grad
+
+
 def test_with_labels_logits_come_only_when_asked_for() -> None:
     """The log-prob core never builds them."""
     model, (ids, labels) = tiny("qwen3"), labelled()
