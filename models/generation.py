@@ -1,6 +1,6 @@
 """Small, correct generation with a KV cache: greedy and sampling, several stop ids, left-padded batches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -59,15 +59,21 @@ class Sampling:
                 f"top_k = {self.top_k}, top_p = {self.top_p}.", remedy="top_k ≥ 0 (0: off), top_p in (0, 1] (1: off)"
             )
 
-    def choose(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
-        """(B, V) → (B,) token ids."""
+    def choose(self, logits: Tensor, generator: torch.Generator | None, drawn: Tensor | None = None) -> Tensor:
+        """(B, V) → (B,) token ids.
+
+        Args:
+            drawn: (B,) numbers in [0, 1) that choose, in place of the generator's.
+        """
         if not self.do_sample:
             return logits.argmax(-1)
         # One uniform number a row, looked up in the cumulative distribution: `multinomial` draws one for each token of
         # the vocabulary, which takes longer than the forward pass. In float64, so that rare tokens keep their share.
         reached = self.filtered(logits / self.temperature).softmax(-1).cumsum(-1, dtype=torch.float64)
-        drawn = torch.rand(len(logits), 1, generator=generator, dtype=reached.dtype, device=logits.device)
-        return torch.searchsorted(reached, drawn * reached[:, -1:], right=True).squeeze(-1)
+        if drawn is None:
+            drawn = torch.rand(len(logits), generator=generator, dtype=reached.dtype, device=logits.device)
+        place = drawn.to(reached.dtype)[:, None] * reached[:, -1:]
+        return torch.searchsorted(reached, place, right=True).squeeze(-1)
 
     def filtered(self, logits: Tensor) -> Tensor:
         """Logits with everything outside top-k, then outside the smallest set of mass ≥ top_p, at −inf."""
@@ -114,6 +120,8 @@ class GenerationMixin:
         stop_token_ids: Sequence[int] | int | None = None,
         pad_token_id: int | None = None,
         generator: torch.Generator | None = None,
+        uniforms: Tensor | None = None,
+        finished: Callable[[bool], bool] | None = None,
         return_log_probs: bool = False,
         allow_long: bool = False,
         use_cache: bool = True,
@@ -128,13 +136,18 @@ class GenerationMixin:
             attention_mask: (B, T), 0 on that padding.
             stop_token_ids: generation of a row ends after one of them.
             pad_token_id: fills rows that ended; default the configured one, else a stop id.
+            uniforms: (B, max_new_tokens) numbers in [0, 1) that choose the tokens in place of the generator's, so that
+                a row's answer depends on its own numbers and not on its neighbours.
+            finished: of a model that lies in parts on several processes, each with prompts of its own: whether all of
+                them are done, from whether this one is. All call it after every token and stop together.
             allow_long: permit positions at and past `max_position_embeddings`.
             use_cache: False recomputes everything for each token (a reference for tests).
         Returns:
             (B, T + new) int64; with `return_log_probs` also (B, new): log-probability of each token under
             softmax(logits / temperature), before filters, 0 after the end of a row. Greedy has no temperature.
         Raises:
-            InvalidInput: a score head, right padding, an empty row, a length beyond the context without `allow_long`.
+            InvalidInput: a score head, right padding, an empty row, a length beyond the context without `allow_long`,
+                uniforms of another shape.
         Cost:
             On CPUs the weights are packed for the length of the call where that pays (`kernels.packed`): a copy of at
             most 2 GiB. Not with hooks or modules of others, which could write weights behind torch's back (`.data`);
@@ -154,6 +167,10 @@ class GenerationMixin:
         pad = _pad_id(model, pad_token_id, settings, stops)
         mask = _left_padding(input_ids, attention_mask)
         sequence_length = _checked_length(model, input_ids, mask, max_new_tokens, allow_long)
+        if uniforms is not None and uniforms.shape != (len(input_ids), max_new_tokens):
+            raise InvalidInput(
+                f"uniforms is {tuple(uniforms.shape)}.", remedy=f"pass ({len(input_ids)}, {max_new_tokens})"
+            )
 
         device, rows = input_ids.device, input_ids.shape[0]
         stop_tensor = torch.tensor(stops, dtype=input_ids.dtype, device=device)
@@ -164,14 +181,15 @@ class GenerationMixin:
         unseen = input_ids
         cheap = use_cache and _is_unobserved(model)
         with packed_weights(uses=max_new_tokens - 1 if cheap else 0, rows=rows):
-            for _ in range(max_new_tokens):
+            for place in range(max_new_tokens):
                 positions = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -unseen.shape[1] :]
                 output = model(
                     unseen, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
                 )
                 logits = output["logits"][:, -1]
                 logits = logits.to(at_least_fp32(logits.dtype))  # a cumulative sum in bf16 would not reach top_p
-                chosen = torch.where(running, sampling.choose(logits, generator), pad)
+                drawn = None if uniforms is None else uniforms[:, place]
+                chosen = torch.where(running, sampling.choose(logits, generator, drawn), pad)
                 if return_log_probs:
                     scored = (logits / sampling.temperature if sampling.do_sample else logits).log_softmax(-1)
                     log_probs.append(torch.where(running, scored.gather(-1, chosen[:, None]).squeeze(-1), 0.0))
@@ -179,8 +197,10 @@ class GenerationMixin:
                 if mask is not None:
                     mask = torch.cat((mask, mask.new_ones(rows, 1)), dim=1)
                 running = running & ~torch.isin(chosen, stop_tensor)
-                if stops and not running.any():
-                    break
+                if stops:
+                    done = not bool(running.any())
+                    if done if finished is None else finished(done):
+                        break
                 unseen = chosen[:, None] if use_cache else sequence
         return (sequence, torch.stack(log_probs, dim=1)) if return_log_probs else sequence
 

@@ -1,6 +1,7 @@
 """Parameters that lie in parts on several processes: which part is here, and all of it together."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,25 @@ def kept(model: nn.Module) -> nn.Module:
         if isinstance(module, FSDPModule):
             module.reshard()
     return model
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Inside, what FSDP2 gathers for a forward pass stays: of many passes without gradients only the first one gathers.
+
+    Each process then holds all parameters in the dtype of the computation.
+    """
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    known = [group.post_forward_mesh_info for group in groups]
+    try:
+        for group in groups:  # what set_reshard_after_forward(False) writes, without forgetting what was there
+            group.post_forward_mesh_info = None
+        yield
+    finally:
+        for group, info in zip(groups, known, strict=True):
+            group.post_forward_mesh_info = info
+        kept(model)
 
 
 def is_spread(parameters: Iterable[Tensor]) -> bool:

@@ -17,7 +17,8 @@ RECIPES = {
     "dpo": "preference optimisation on pairs (sigmoid, ipo, hinge, robust, …)",
     "kto": "preference optimisation on single answers that are wanted or not",
     "reward": "a reward model from pairs or scores",
-    "distill": "distillation from a teacher with the same vocabulary (loss.teacher)",
+    "distill": "distillation from a teacher with the same vocabulary (loss.teacher), on the answers of the data or on "
+    "those that the student samples (rollouts)",
 }
 
 EXAMPLES = """\

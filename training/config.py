@@ -29,6 +29,7 @@ Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 ADAPTERS_OFF = "adapters_off"
 Count = Annotated[int, Field(ge=1)]
+FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class ModelSection(Section):
@@ -58,7 +59,8 @@ class LossSection(Section):
     """Which loss of the recipe, and its numbers; a recipe refuses those that are not its own.
 
     Attributes:
-        name: sft: nll, dft; dpo: sigmoid, ipo, …; distill: forward_kl, reverse_kl, jsd; None: the recipe's first.
+        name: sft: nll, dft; dpo: sigmoid, ipo, …; distill: forward_kl, reverse_kl, jsd; None: the recipe's first, and
+            reverse_kl on the student's own answers.
         beta: of preference losses, and of the Jensen–Shannon divergence.
         options: further numbers, by the names that the recipe's class documents.
         reference: whom preference losses compare with: adapters_off, a checkpoint, or sums stored as .npz; None: the
@@ -72,6 +74,38 @@ class LossSection(Section):
     options: dict[str, float] = Field(default_factory=dict)
     reference: str | None = None
     teacher: str | None = None
+
+
+class RolloutSection(Section):
+    """`distill` on answers that the student samples itself; without the section it trains on those of the data.
+
+    Sources of kind prompt, chat, completion or distillation give the prompts, each document what stands before its last
+    trained tokens. A pack leaves room for `max_tokens` behind each of them.
+
+    Attributes:
+        max_tokens: of an answer.   temperature: of sampling; `loss.options.temperature` is that of the loss.
+        share: of documents with an answer, those that the student answers all the same (λ of GKD); prompts without
+            an answer always are.
+        seed: an answer depends on it, the step and the prompt, and on nothing else.
+        rows: answers sampled together, at most.
+    """
+
+    max_tokens: Count = 256
+    temperature: Positive = 1.0
+    share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    seed: int = 0
+    rows: Count = 64
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unfiltered(cls, given: Any) -> Any:
+        for name in FILTERS:
+            if isinstance(given, dict) and name in given:
+                raise ValueError(
+                    f"{name} is refused: under a filter the tokens come from another distribution than the one that is "
+                    "trained; temperature alone shapes it"
+                )
+        return given
 
 
 class OptimSection(Section):
@@ -198,6 +232,7 @@ class RunConfig(Section):
     out: Path
     lora: LoRASection | None = None
     loss: LossSection = Field(default_factory=LossSection)
+    rollouts: RolloutSection | None = None
     optim: OptimSection = Field(default_factory=OptimSection)
     precision: PrecisionSection = Field(default_factory=PrecisionSection)
     parallel: ParallelSection = Field(default_factory=ParallelSection)
@@ -211,7 +246,26 @@ class RunConfig(Section):
             raise ValueError("neither loop.steps nor data.epochs is given: the run would have no end")
         if self.precision.parameters == "float16":
             raise ValueError("precision.parameters = float16: updates vanish in it; bfloat16 or float32")
+        if self.rollouts is not None:
+            self._check_rollouts(self.rollouts)
         return self
+
+    def _check_rollouts(self, rollouts: RolloutSection) -> None:
+        if self.recipe != "distill":
+            raise ValueError(f"rollouts are of distill, the recipe is {self.recipe}")
+        if self.loss.teacher is None:
+            raise ValueError(
+                "rollouts without loss.teacher: nobody has stored what it says about answers yet unwritten"
+            )
+        if self.data.overflow == "split":
+            raise ValueError(
+                "rollouts with data.overflow = split: a piece of a document is no prompt; truncate or drop"
+            )
+        if rollouts.max_tokens >= self.data.pack_length:
+            raise ValueError(
+                f"rollouts.max_tokens = {rollouts.max_tokens} leaves no room for a prompt in "
+                f"data.pack_length = {self.data.pack_length}"
+            )
 
     @property
     def lr(self) -> float:

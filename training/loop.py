@@ -20,7 +20,7 @@ from torch import Tensor
 from bestiary.models import Decoder
 from bestiary.training.config import LoopSection, OptimSection
 from bestiary.training.control import Control, Interruption
-from bestiary.training.data.loader import PackLoader
+from bestiary.training.data.loader import Batches
 from bestiary.training.data.packing import Pack
 from bestiary.training.errors import Diverged, InvalidRun
 from bestiary.training.optim import Optimisers, schedule
@@ -119,7 +119,7 @@ class Trainer:
 
     model: Decoder
     recipe: Recipe
-    loader: PackLoader
+    loader: Batches
     optimiser: Optimisers
     steps: int
     per_step: int
@@ -175,8 +175,9 @@ class Trainer:
             return False
         self._prepare(taken)
         given = self.loader.given
-        before = (self._slots, self._useful, self._labelled)
+        before, more = (self._slots, self._useful, self._labelled), self._more
         self._slots, self._useful, self._labelled = given.slots, given.useful_tokens, given.loss_tokens
+        self._more = dict(given.more)
         counted = self.control.sums(
             {
                 "units": sum(self.recipe.count(batch) for batch in taken),
@@ -184,6 +185,7 @@ class Trainer:
                 "useful_tokens": self._useful - before[1],
                 "loss_tokens": self._labelled - before[2],
                 "stop": float(self.interruption.by is not None),
+                **{name: value - more.get(name, 0.0) for name, value in given.more.items()},
             }
         )
         units = counted.pop("units")
@@ -195,6 +197,7 @@ class Trainer:
             )
         sums = self._backward(taken, units)
         values = {name: total / units for name, total in self.control.sums(sums).items()}
+        values |= {name: counted[name] for name in given.more}
         # Loss and norm are the same numbers in every process, so all of them decide alike.
         norm = self._norm()
         lr = schedule(self.optim, self.lr, self.progress.step, self.steps)
@@ -209,6 +212,7 @@ class Trainer:
         return True
 
     _slots = _useful = _labelled = 0
+    _more: Mapping[str, float] = field(default_factory=dict, init=False)
 
     def _prepare(self, batches: Sequence[Batch]) -> None:
         if isinstance(self.recipe, Prepares):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -90,6 +91,14 @@ class DataParallel:
     rank: int
     size: int
     group: dist.ProcessGroup | None
+
+    def largest(self, number: int) -> int:
+        """The largest of the numbers of all of them; all call it."""
+        if self.group is None:
+            return number
+        told = torch.tensor([number])
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
+        return int(told.item())
 
 
 def data_parallel(mesh: DeviceMesh) -> DataParallel:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bestiary.bridges.fields import FLOAT_TYPES
 from bestiary.models import AutoDecoder, Decoder
 from bestiary.training.checkpoint import Checkpoints, saved_steps, seed_all
-from bestiary.training.config import RunConfig
+from bestiary.training.config import RolloutSection, RunConfig
 from bestiary.training.control import Control, named_failures
 from bestiary.training.data.config import DataConfig
 from bestiary.training.data.fingerprint import Fingerprint
@@ -40,11 +40,14 @@ from bestiary.training.loop import Trainer
 from bestiary.training.memory import PeakMemory
 from bestiary.training.metrics import Throughput
 from bestiary.training.optim import Optimisers
-from bestiary.training.parallel import Precision, build_mesh, clip_grad_norm, data_parallel, parallelize
+from bestiary.training.parallel import DataParallel, Precision, build_mesh, clip_grad_norm, data_parallel, parallelize
 from bestiary.training.peaks import device_peak
 from bestiary.training.processes import Processes, processes
 from bestiary.training.recipes.base import Recipe
 from bestiary.training.recipes.build import build, wanted_of
+from bestiary.training.rl.embedded import EmbeddedEngine
+from bestiary.training.rl.loader import RolloutLoader
+from bestiary.training.rl.rollout import Sampling
 from bestiary.training.tracking import RunInfo, Tracker, trackers
 
 FINGERPRINT, CHECKPOINTS, EXPORT = "tokenizer.json", "checkpoints", "export"
@@ -135,7 +138,7 @@ def prepare(
     recipe, others = build(config, lambda src: load_other(config, src, here, mesh))
     wanted = wanted_of(config)
     plan = config.data.plan(tokenizer, wanted)
-    check_data(config.data, recipe, data.size)
+    check_data(config.data, recipe, data.size, answered=config.rollouts is not None)
     control = Control(here.control, copies=here.size // data.size)
     meter = Throughput(
         [StepFlops.of(model), *(StepFlops.of(other, backward=False) for other in others)],
@@ -144,14 +147,16 @@ def prepare(
         sums=control.sums,
         memory=memory,
     )
-    loader = PackLoader(
+    make = meter.watching(recipe.batch)
+    packs = PackLoader(
         plan,
         rank=data.rank,
         world_size=data.size,
         workers=config.loop.workers,
-        make=meter.watching(recipe.batch),
+        make=make if config.rollouts is None else _itself,
         group=data.group,
     )
+    loader = packs if config.rollouts is None else answering(config.rollouts, packs, model, tokenizer, data, make)
     optimiser = Optimisers(model, config.optim, config.lr)
     steps = config.loop.steps or count_steps(plan, config.loop.workers, here)
     saver = Checkpoints(
@@ -164,6 +169,8 @@ def prepare(
     )
     seed_all(config.loop.seed, 0, data.rank)
     held_out, evaluation = config.evaluation_data(), config.loop.evaluation
+    if held_out is not None:
+        check_data(held_out, recipe, 1, place="loop.evaluation")  # never on rollouts: it compares steps
     trainer = Trainer(
         model=model,
         recipe=recipe,
@@ -182,7 +189,7 @@ def prepare(
         saver=saver,
         held_out=()
         if held_out is None or evaluation is None
-        else packs_of(held_out.plan(tokenizer, wanted), evaluation.packs),
+        else packs_of(held_out.plan(tokenizer, replace(wanted, answer=0)), evaluation.packs),
         callbacks=tuple(component(path, "loop.callbacks")() for path in config.loop.callbacks),
     )
     return trainer, saver, tokenizer
@@ -230,17 +237,42 @@ def load_other(config: RunConfig, src: str, here: Processes, mesh: DeviceMesh) -
     )
 
 
-def check_data(data: DataConfig, recipe: Recipe, ranks: int) -> None:
+def answering(
+    section: RolloutSection,
+    packs: PackLoader,
+    model: Decoder,
+    tokenizer: BaseHFModelTokenizer,
+    data: DataParallel,
+    make: Callable[[Pack], Any],
+) -> RolloutLoader:
+    """Batches of the answers that the model itself samples to the prompts in packs."""
+    sampling = Sampling(
+        max_tokens=section.max_tokens,
+        temperature=section.temperature,
+        stop_ids=tuple(sorted(tokenizer.stop_ids)),
+        seed=section.seed,
+    )
+    engine = EmbeddedEngine(model, rows=section.rows, agree=data.largest if data.size > 1 else None)
+    return RolloutLoader(
+        packs, engine, sampling, make=make, pad_id=tokenizer.pad_id, share=section.share, ranks=data.size
+    )
+
+
+def check_data(data: DataConfig, recipe: Recipe, ranks: int, *, answered: bool = False, place: str = "data") -> None:
     """Refuse sources that the recipe does not train on, and streams that `ranks` processes cannot share.
 
+    Args:
+        answered: by the policy, which needs prompts and has no use for texts without one.
+        place: of the section in the run's file.
     Raises:
         InvalidRun.
     """
+    kinds = recipe.kinds - {"text"} | {"prompt"} if answered else recipe.kinds
     for source in data.sources:
-        if source.kind not in recipe.kinds:
+        if source.kind not in kinds:
             raise InvalidRun(
-                f"data.sources: {source.name} is of kind {source.kind!r}, and {recipe.name} trains on others.",
-                remedy=f"kind: one of {', '.join(sorted(recipe.kinds))}",
+                f"{place}.sources: {source.name} is of kind {source.kind!r}, and {recipe.name} trains on others.",
+                remedy=f"kind: one of {', '.join(sorted(kinds))}",
             )
     if data.streams % ranks:
         raise InvalidRun(
@@ -331,6 +363,7 @@ def _bound(config: RunConfig, model: Decoder, fingerprint: Fingerprint, steps: i
         "tokenizer": fingerprint.model_dump(mode="json", exclude={"versions"}),
         "optim": {**section["optim"], "lr": config.lr},
         "steps": steps,
+        "rollouts": section["rollouts"],
     }
 
 

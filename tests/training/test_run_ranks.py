@@ -23,13 +23,13 @@ pytestmark = pytest.mark.slow
 CHECKOUT = Path(__file__).parents[2]
 
 
-def start(file, out, *changes, world=2):
+def start(file, out, *changes, world=2, recipe="sft"):
     """The processes of a run, as a launcher starts them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-c", "import sys; sys.path.append('.'); " + COMMAND]
-    arguments = ["sft", str(file), f"out={out}", *changes]
+    arguments = [recipe, str(file), f"out={out}", *changes]
     shared = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
         subprocess.Popen(
@@ -92,3 +92,21 @@ def test_two_processes_then_one_then_two_train_as_one_does(place, tmp_path):
     assert ours.keys() == theirs.keys()
     for name, weight in theirs.items():
         torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-9, msg=name)
+
+
+def test_two_processes_sample_the_answers_of_one_and_train_as_it_does(place, tmp_path):
+    """In float64, each with half of the model and prompts of its own, some of which it does not answer itself."""
+    teacher = AutoDecoder.from_pretrained(place / "model")
+    with torch.no_grad():
+        teacher.model.norm.weight.mul_(1.5)
+    teacher.save_pretrained(tmp_path / "teacher")
+    given = ["precision.parameters=float64", "loop.timeout_s=60", "loop.steps=3", "data.overflow=drop"]
+    given += ["rollouts.max_tokens=12", "rollouts.share=0.7", f"loss.teacher={tmp_path / 'teacher'}", "optim.lr=1e-2"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    run(load_run_config(place / "run.json", [*given, f"out={one}"], recipe="distill"))
+    codes, told = ended(start(place / "run.json", two, *given, recipe="distill"))
+    assert codes == [0, 0], told
+    assert curve(two, "rl/answers") == curve(one, "rl/answers")
+    assert curve(two, "rl/answer_tokens") == curve(one, "rl/answer_tokens")
+    assert curve(two) == pytest.approx(curve(one), rel=1e-9)
+    assert curve(two, "grad_norm") == pytest.approx(curve(one, "grad_norm"), rel=1e-9)

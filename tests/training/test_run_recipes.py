@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from bestiary.models import AutoDecoder
 from bestiary.tools import cli
 from bestiary.training.config import load_run_config
 from bestiary.training.data.encoded import encoded
-from bestiary.training.data.errors import CorruptRow, SampleRefused
+from bestiary.training.data.errors import CorruptRow, OverflowRefused, SampleRefused
 from bestiary.training.data.formats import Place
 from bestiary.training.data.rows import fields_of
 from bestiary.training.data.samples import Distillation, parse
@@ -29,7 +30,7 @@ RECIPES = ("dpo", "kto", "reward", "distill")
 KINDS = {"dpo": "preference", "kto": "unpaired", "reward": "preference", "distill": "chat"}
 
 
-def said(role, content):
+def say(role, content):
     return {"role": role, "content": content}
 
 
@@ -38,8 +39,8 @@ def files(place):
     """Pairs and labelled answers beside the talks; the teacher is another model of the same vocabulary."""
     pairs, labelled = [], []
     for n in range(30):
-        asked, right, wrong = [said("user", f"{n} + {n}?")], said("assistant", f"It is {2 * n}."), f"No idea, {n}."
-        pairs.append({"prompt": asked, "chosen": [right], "rejected": [said("assistant", wrong)]})
+        asked, right, wrong = [say("user", f"{n} + {n}?")], say("assistant", f"It is {2 * n}."), f"No idea, {n}."
+        pairs.append({"prompt": asked, "chosen": [right], "rejected": [say("assistant", wrong)]})
         labelled.append({"messages": [*asked, right], "label": n % 3 > 0})
     for name, rows in (("preference", pairs), ("unpaired", labelled)):
         (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -170,15 +171,82 @@ def test_a_teacher_s_file_is_whole_or_not_there(stored, file, more, error, said)
     assert sorted(stored.iterdir()) == before
 
 
+ON_POLICY = ["rollouts.max_tokens=12", "rollouts.temperature=0.8", "data.overflow=drop"]
+
+
+@pytest.mark.parametrize("lora", [[], ["lora.r=2"]])
+def test_a_run_on_its_own_answers_goes_on_bit_for_bit(files, tmp_path, lora):
+    """Stopped after two steps: the answers to come are those that the whole run sampled, under reverse KL."""
+    file, whole, parts = files / "run.json", tmp_path / "whole", tmp_path / "parts"
+    given = partial(changes, "distill")
+    finished = run(load_run_config(file, given(whole, *ON_POLICY, *lora), recipe="distill"))
+    assert finished.step == 4
+    stop = "loop.callbacks=[tests.training.test_run_recipes:Once]"
+    run(load_run_config(file, given(parts, *ON_POLICY, *lora, stop), recipe="distill"))
+    resumed = run(load_run_config(file, given(parts, *ON_POLICY, *lora), recipe="distill"))
+    assert (resumed.resumed, resumed.step) == (2, 4)
+    names = ("loss", "grad_norm", "loss_tokens", "tokens", "rl/answers", "rl/answer_tokens", "rl/truncated")
+    assert [[row[name] for name in names] for row in metrics(parts)] == [
+        [row[name] for name in names] for row in metrics(whole)
+    ]
+    first = metrics(whole)[0]
+    assert first["loss_tokens"] == first["rl/answer_tokens"] > first["rl/answers"] > 0
+    if not lora:
+        named = given(tmp_path / "named", *ON_POLICY, "loss.name=reverse_kl", "loop.steps=1")
+        assert run(load_run_config(file, named, recipe="distill")).loss == first["loss"]
+
+
+def test_prompts_alone_are_answered_and_a_share_of_the_rest(files, tmp_path):
+    """Of kind prompt each is; of talks as many as asked, and the others train on what was said."""
+    rows = [{"prompt": f"{n} - {n}?"} for n in range(20)]
+    (files / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = ["data.sources.0.kind=prompt", "data.sources.0.files=prompts.jsonl", "loop.steps=1"]
+    run(
+        load_run_config(files / "run.json", [*changes("distill", tmp_path / "a", *ON_POLICY), *asked], recipe="distill")
+    )
+    (row,) = metrics(tmp_path / "a")
+    assert row["loss_tokens"] == row["rl/answer_tokens"] > 0
+    some = ["rollouts.share=0.5", "loss.name=jsd", "loop.steps=1"]
+    run(load_run_config(files / "run.json", [*changes("distill", tmp_path / "b", *ON_POLICY), *some], recipe="distill"))
+    (row,) = metrics(tmp_path / "b")
+    assert row["loss_tokens"] > row["rl/answer_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change", "said"),
+    [
+        ("distill", "rollouts.top_p=0.9", r"top_p is refused: under a filter"),
+        ("distill", "rollouts.temperature=0", r"rollouts\.temperature = 0"),
+        ("distill", "loss.teacher=null", r"rollouts without loss\.teacher"),
+        ("distill", "data.overflow=split", r"rollouts with data\.overflow = split"),
+        ("distill", "rollouts.max_tokens=128", r"rollouts\.max_tokens = 128 leaves no room"),
+        ("distill", "data.sources.0.kind=text", r"data\.sources: talks is of kind 'text'"),
+        ("distill", "loop.evaluation.sources.0.kind=prompt", r"loop\.evaluation\.sources: held is of kind 'prompt'"),
+        ("distill", "data.overflow=error", r"tokens with the answer that is to be sampled, a pack holds 128"),
+        ("kto", "rollouts.max_tokens=4", r"rollouts are of distill, the recipe is kto"),
+    ],
+)
+def test_rollouts_that_make_no_sense_are_refused(files, tmp_path, recipe, change, said):
+    long = [say("user", "why? " * 120), say("assistant", "so")]
+    (files / "long.jsonl").write_text(json.dumps({"messages": long}) + "\n")
+    given = changes(recipe, tmp_path / "run") + (ON_POLICY if recipe == "distill" else [])
+    held = '[{"name": "held", "files": "held.jsonl", "kind": "chat"}]'
+    given = [one for one in given if "evaluation" not in one] + [f'loop.evaluation={{"sources": {held}, "every": 4}}']
+    if change == "data.overflow=error":
+        given.append("data.sources.0.files=long.jsonl")
+    with pytest.raises((InvalidRun, OverflowRefused), match=said):
+        run(load_run_config(files / "run.json", [*given, change], recipe=recipe))
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_calls_and_tools_survive_a_teacher_s_file(tmp_path, suffix):
     """Of a format with columns, too: what is read again is the record that was written."""
     call = {"name": "add", "arguments": {"a": 1, "b": [2, None]}}
     messages = [
-        said("user", "1 + 2?"),
-        said("assistant", "") | {"tool_calls": [call], "reasoning": "hm", "train": False},
+        say("user", "1 + 2?"),
+        say("assistant", "") | {"tool_calls": [call], "reasoning": "hm", "train": False},
         {"role": "tool", "content": "3", "name": "add"},
-        said("assistant", "It is 3.") | {"train_spans": [[0, 5]]},
+        say("assistant", "It is 3.") | {"train_spans": [[0, 5]]},
     ]
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     told = {"teacher_ids": [[3, 1], [2]], "teacher_log_probs": [[-0.5, -2.0], [-1.0]]}

@@ -43,10 +43,13 @@ class Wanted:
     Attributes:
         teacher: the teacher's words that the row has; else they stay in the file.
         temperature: that those must have been taken at; None: any.
+        answer: tokens of the answer that is to be sampled to the row's prompt, at most, for which packs leave room; 0:
+            none is.
     """
 
     teacher: bool = False
     temperature: float | None = None
+    answer: int = 0
 
     def describe(self) -> dict[str, Any]:
         """What of it is not the default, as JSON values."""
@@ -112,7 +115,7 @@ class RowEncoder:
         return parse(self.kind, fields, where)
 
     def encode(self, samples: Sequence[Sample], where: Sequence[str]) -> list[Encoded]:
-        """Records → tokens, all of them in one call of the engine.
+        """Records → tokens, all of them in one call of the engine, with what else is wanted.
 
         Args:
             where: names each sample in errors.
@@ -120,6 +123,12 @@ class RowEncoder:
         Raises:
             SampleRefused: events, which have no text. TemplateRefused, MaskRefused, TokenizerRefused: name the sample.
         """
+        found = self._encoded(samples, where)
+        if not self.wanted.answer:
+            return found
+        return [replace(one, least=one.prompt + self.wanted.answer) for one in found if isinstance(one, Tokens)]
+
+    def _encoded(self, samples: Sequence[Sample], where: Sequence[str]) -> list[Encoded]:
         if self.kind in {"completion", "text"} and not self.as_chat:
             return [*self._plain(samples, where)]
         talks: list[Conversation] = []

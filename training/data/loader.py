@@ -7,8 +7,8 @@ after the other, as micro-batches. So the packs of a step do not depend on W, on
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
@@ -50,12 +50,17 @@ class Waits:
 
 @dataclass
 class Slots:
-    """Token slots given to the trainer since the loader was made, and what stood in them."""
+    """Token slots given to the trainer since the loader was made, and what stood in them.
+
+    Attributes:
+        more: further sums over what was given, by their keys in metrics.jsonl.
+    """
 
     slots: int = 0
     useful_tokens: int = 0
     loss_tokens: int = 0
     packs: int = 0
+    more: dict[str, float] = field(default_factory=dict)
 
     @property
     def efficiency(self) -> float:
@@ -68,6 +73,34 @@ class Slots:
         self.slots += len(pack.input_ids)
         self.useful_tokens += pack.useful_tokens
         self.loss_tokens += pack.loss_tokens
+
+
+class Batches(Protocol):
+    """What the training loop takes its batches from.
+
+    Attributes:
+        waits: how long `next` stood still for data.   given: slots and tokens so far.
+    """
+
+    @property
+    def waits(self) -> Waits: ...  # noqa: D102  see the class
+
+    @property
+    def given(self) -> Slots: ...  # noqa: D102  see the class
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def global_state(self) -> State:
+        """What leads behind the last batch taken, of all ranks; a collective."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where a state was taken."""
+        ...
+
+    def close(self) -> None:
+        """Let go of processes."""
+        ...
 
 
 class PackLoader(IterableDataset[Any]):

@@ -36,7 +36,7 @@ class Candidate:
     parts: tuple[Tokens, ...]
 
     def __len__(self) -> int:
-        return sum(len(part) for part in self.parts)
+        return sum(part.places for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ class Pack:
         documents: without the padding.
         values: (documents,) float32, the number each document carries, NaN for one without; None where all are without.
         teacher: (T, k), a teacher's words for the tokens with a label, not shifted; None where no document has any.
+        stream, number: its canonical stream, and its place in that: no two packs of a run have both.
     """
 
     input_ids: NDArray[np.int32]
@@ -58,6 +59,8 @@ class Pack:
     documents: int
     values: NDArray[np.float32] | None = None
     teacher: TeacherWords | None = None
+    stream: int = 0
+    number: int = 0
 
     @property
     def useful_tokens(self) -> int:
@@ -151,15 +154,16 @@ def fit(parts: tuple[Tokens, ...], length: int, overflow: Overflow, where: str) 
     Raises:
         OverflowRefused: under `error`.   InvalidPlan: a pair under `split`.
     """
-    total = sum(len(part) for part in parts)
+    total, least = sum(part.places for part in parts), max(part.least for part in parts)
     if total <= length:
         return [parts] if total else []
     if overflow == "error":
+        answered = " with the answer that is to be sampled" if total == least else ""
         raise OverflowRefused(
-            f"{where}: {total} tokens, a pack holds {length}.",
+            f"{where}: {total} tokens{answered}, a pack holds {length}.",
             remedy="a larger pack_length, or overflow = 'truncate', 'split' or 'drop'",
         )
-    if overflow == "drop":
+    if overflow == "drop" or least > length:  # a prompt that is cut asks something else
         return []
     if overflow == "truncate":
         # Each part of a pair keeps what it can: an even share, and what shorter parts leave of theirs.

@@ -83,7 +83,7 @@ def exchange(packs: Mapping[int, Pack], cost: Cost, group: dist.ProcessGroup | N
             works.append(dist.isend(sent[-1], peer, group=group, tag=stream))
         else:
             length = len(next(iter(packs.values())).input_ids)
-            received[stream] = torch.empty((4 + sum(told[source][stream][1])) * length + 4, dtype=torch.int32)
+            received[stream] = torch.empty((4 + sum(told[source][stream][1])) * length + 6, dtype=torch.int32)
             works.append(dist.irecv(received[stream], peer, group=group, tag=stream))
     for work in works:
         if work is not None:
@@ -105,10 +105,10 @@ def _width(pack: Pack) -> tuple[int, int]:
 
 def _flat(pack: Pack) -> torch.Tensor:
     """int32: ids, labels, borders and the bits of values padded to their largest numbers, the teacher's words and the
-    bits of their log-probabilities, three counts.
+    bits of their log-probabilities, stream and number, three counts.
     """
     length, (words, bits) = len(pack.input_ids), _width(pack)
-    flat = torch.zeros((4 + words + bits) * length + 4, dtype=torch.int32)
+    flat = torch.zeros((4 + words + bits) * length + 6, dtype=torch.int32)
     flat[:length] = torch.from_numpy(pack.input_ids)
     flat[length : 2 * length] = torch.from_numpy(pack.labels)
     flat[2 * length : 2 * length + len(pack.borders)] = torch.from_numpy(pack.borders)
@@ -119,14 +119,15 @@ def _flat(pack: Pack) -> torch.Tensor:
         flat[start : start + words * length] = torch.from_numpy(pack.teacher.words).flatten()
         log_probs = np.ascontiguousarray(pack.teacher.log_probs).view(np.int32)
         flat[start + words * length : start + (words + bits) * length] = torch.from_numpy(log_probs).flatten()
+    flat[-5], flat[-4] = pack.stream, pack.number
     flat[-3], flat[-2], flat[-1] = pack.values is not None, len(pack.borders), pack.documents
     return flat
 
 
 def _unflat(flat: torch.Tensor, width: tuple[int, int]) -> Pack:
     row, (words, bits) = flat.numpy(), width
-    length = (len(row) - 4) // (4 + words + bits)
-    valued, borders, documents = bool(row[-3]), int(row[-2]), int(row[-1])
+    length = (len(row) - 6) // (4 + words + bits)
+    stream, number, valued, borders, documents = (int(value) for value in row[-5:])
     values = row[3 * length + 1 : 3 * length + 1 + documents].view(np.float32).copy() if valued else None
     teacher = None
     if words:
@@ -135,4 +136,4 @@ def _unflat(flat: torch.Tensor, width: tuple[int, int]) -> Pack:
         log_probs: NDArray[np.floating[Any]] = row[middle:end].copy().view(np.float64 if wide else np.float32)
         teacher = TeacherWords(row[start:middle].reshape(length, words).copy(), log_probs.reshape(length, words))
     ids, labels = row[:length], row[length : 2 * length]
-    return Pack(ids, labels, row[2 * length : 2 * length + borders].copy(), documents, values, teacher)
+    return Pack(ids, labels, row[2 * length : 2 * length + borders].copy(), documents, values, teacher, stream, number)

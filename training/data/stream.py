@@ -1,6 +1,7 @@
 """One canonical stream: sources, mixture and packer, and a state that leads back to any pack of it."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from bestiary.kernels.errors import BestiaryError
@@ -62,9 +63,10 @@ class Stream:
         for candidate in chosen:
             counts = self._counts[candidate.source]
             counts["documents"] += candidate.piece == 0
-            counts["tokens"] += len(candidate)
+            counts["tokens"] += sum(map(len, candidate.parts))
             counts["loss_tokens"] += sum(int((part.labels[1:] != IGNORED).sum()) for part in candidate.parts)
-        return assemble(chosen, self._plan.pack_length, self._plan.pad_id)
+        pack = assemble(chosen, self._plan.pack_length, self._plan.pad_id)
+        return replace(pack, stream=self.index, number=self.packs - 1)
 
     def _refill(self) -> list[Candidate] | None:
         while self._active:

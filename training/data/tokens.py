@@ -47,15 +47,37 @@ class Tokens:
         value: the number that the sample carries beside its tokens (a score, 1 and 0 for wanted and unwanted, the
             margin of a pair, then on both its documents); None where it carries none.
         teacher: a teacher's words for the trained tokens; None where they are not wanted.
+        least: places that it needs in a pack though it is shorter: an answer to its prompt is to be sampled.
     """
 
     input_ids: NDArray[np.int32]
     labels: NDArray[np.int32]
     value: float | None = None
     teacher: TeacherWords | None = None
+    least: int = 0
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def places(self) -> int:
+        """What it takes of a pack."""
+        return max(len(self.input_ids), self.least)
+
+    @property
+    def prompt(self) -> int:
+        """How many tokens stand before its last answer, the last trained tokens in a row; all where none is trained."""
+        return prompt_length(self.labels)
+
+
+def prompt_length(labels: NDArray[np.int32]) -> int:
+    """How many tokens stand before the last trained ones in a row, at least one; all where none is trained."""
+    trained = labels != IGNORED
+    if not trained.any():
+        return len(labels)
+    end = len(labels) - int(trained[::-1].argmax())
+    before = np.flatnonzero(~trained[:end])
+    return int(before[-1]) + 1 if len(before) else 1
 
 
 def digest_of(input_ids: NDArray[np.int32], labels: NDArray[np.int32]) -> str:

@@ -27,6 +27,7 @@ RECIPES: Mapping[str, Callable[..., Recipe]] = {
     "reward": Reward,
     "distill": Distill,
 }
+ON_POLICY = "reverse_kl"  # of distillation on the student's own answers, unless loss.name says otherwise; as in TRL
 _OWN = frozenset({"self", "reference", "teacher", "loss", "beta"})  # arguments that have keys of their own
 
 
@@ -46,8 +47,8 @@ def build(config: RunConfig, load: Callable[[str], Decoder]) -> tuple[Recipe, tu
         if not options:
             raise InvalidRun(f"loss.options.{name}: {config.recipe} has no options.", remedy="leave it out")
         given[known(name, options, "loss.options")] = int(value) if name == "top_k" else value
-    if loss.name is not None:
-        given["loss"] = loss.name
+    if loss.name is not None or config.rollouts is not None:
+        given["loss"] = loss.name or ON_POLICY
     if loss.beta is not None:
         _check_taken("beta" in takes, config, "beta", loss.beta)
         given["beta"] = loss.beta
@@ -69,9 +70,9 @@ def build(config: RunConfig, load: Callable[[str], Decoder]) -> tuple[Recipe, tu
 
 
 def wanted_of(config: RunConfig) -> Wanted:
-    """What the recipe reads of every row beside its tokens: a teacher's words where no teacher is loaded."""
+    """What is wanted of every row beside its tokens: a teacher's words where no teacher is loaded; room for answers."""
     if config.recipe != "distill" or config.loss.teacher is not None:
-        return NOTHING
+        return NOTHING if config.rollouts is None else Wanted(answer=config.rollouts.max_tokens)
     return Wanted(teacher=True, temperature=config.loss.options.get("temperature", 1.0))
 
 

@@ -1,0 +1,110 @@
+"""The engine that needs nothing: the model that trains, with its own cached generator and its weights as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bestiary.models import Decoder
+from bestiary.models.sharding import gathered
+from bestiary.training.data.randomness import key_of
+from bestiary.training.recipes.documents import frozen_pass
+from bestiary.training.rl.rollout import Finish, Rollout, Sampling, check_prompts, seed_of
+
+Agree = Callable[[int], int]
+
+
+class EmbeddedEngine:
+    """A `RolloutEngine` on a model in this process; adapters are on, dropout is off.
+
+    Prompts of unequal lengths are padded on the left, the longest together. Weights need no sync: they are the
+    trainer's, so `version` is what the trainer says.
+
+    Args:
+        model: of the policy; what lies in parts on several processes is gathered while it answers.
+        rows: answers that are sampled together, at most: memory of the cache.
+        agree: a number of each process to the largest of them, for a model in parts whose processes have different
+            prompts: they take as many forward passes each, and all call `generate` equally often. None: there is one.
+
+    Attributes:
+        version: optimiser steps behind the weights.
+    """
+
+    def __init__(self, model: Decoder, *, rows: int = 64, agree: Agree | None = None) -> None:
+        self.model, self.version = model, 0
+        self._rows, self._agree = rows, agree
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keys: Sequence[object] | None = None
+    ) -> list[Rollout]:
+        """See `RolloutEngine`."""
+        check_prompts(prompts, sampling, context=self.model.decoder_config.max_position_embeddings)
+        names: Sequence[object] = range(len(prompts)) if keys is None else keys
+        asked = [(place, answer) for place in range(len(prompts)) for answer in range(sampling.n)]
+        seeds = [seed_of(sampling.seed, names[place], answer) for place, answer in asked]
+        longest = sorted(range(len(asked)), key=lambda one: -len(prompts[asked[one][0]]))
+        parts = [longest[start : start + self._rows] for start in range(0, len(longest), self._rows)]
+        rounds = len(parts) if self._agree is None else self._agree(len(parts))
+        found: dict[int, Rollout] = {}
+        with frozen_pass(self.model), gathered(self.model):
+            for part in [*parts, *[list[int]()] * (rounds - len(parts))]:
+                rows = [(asked[one][0], prompts[asked[one][0]], seeds[one]) for one in part]
+                found |= zip(part, self._answers(rows, sampling), strict=True)
+        return [found[place] for place in range(len(asked))]
+
+    def close(self) -> None:
+        """Nothing: the model is the trainer's."""
+
+    def _answers(self, rows: Sequence[tuple[int, Sequence[int], int]], sampling: Sampling) -> list[Rollout]:
+        """One answer to each (place, prompt, seed); with none, a row that only keeps the others company."""
+        device = next(self.model.parameters()).device
+        ids, mask = _left_padded([prompt for _, prompt, _ in rows] or [[0]])
+        drawn = [uniforms(seed, sampling.max_tokens) for _, _, seed in rows]
+        numbers = np.stack(drawn) if drawn else np.zeros((1, sampling.max_tokens))
+        sequence, log_probs = self.model.generate(
+            ids.to(device),
+            None if mask is None else mask.to(device),
+            max_new_tokens=sampling.max_tokens,
+            do_sample=True,
+            temperature=sampling.temperature,
+            top_k=0,
+            top_p=1.0,
+            stop_token_ids=sampling.stop_ids,
+            pad_token_id=0,
+            uniforms=torch.from_numpy(numbers).to(device),
+            finished=None if self._agree is None else partial(self._finished, self._agree, not rows),
+            return_log_probs=True,
+        )
+        said, told = sequence[:, ids.shape[1] :].cpu().numpy(), log_probs.cpu().numpy()
+        made = []
+        for (place, _, _), words, values in zip(rows, said, told, strict=bool(rows)):
+            ends = np.flatnonzero(np.isin(words, sampling.stop_ids))
+            length = int(ends[0]) + 1 if len(ends) else sampling.max_tokens
+            finish: Finish = "stop" if len(ends) else "length"
+            made.append(Rollout(place, words[:length].astype(np.int32), values[:length], finish, self.version))
+        return made
+
+    @staticmethod
+    def _finished(agree: Agree, company: bool, done: bool) -> bool:
+        return agree(int(not (done or company))) == 0
+
+
+def uniforms(seed: int, count: int) -> NDArray[np.float64]:
+    """(count,) numbers in [0, 1), a function of the seed alone."""
+    words = np.random.Philox(key=key_of("answer", seed)).random_raw(count)
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+    """(B, T) int64, and (B, T) 0 on the padding where there is any."""
+    longest = max(map(len, prompts))
+    ids, mask = torch.zeros(len(prompts), longest, dtype=torch.int64), torch.zeros(len(prompts), longest)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor([int(token) for token in prompt])
+        mask[row, longest - len(prompt) :] = 1
+    return ids, None if bool(mask.all()) else mask.long()
