@@ -12,6 +12,8 @@ tokens) is one range, whose blocks get a mask that says who sees whom.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -143,12 +145,20 @@ def _attend(
     if not _covers(ranges, q):
         out.zero_()
         lse.fill_(-torch.inf)
-    for rows, queries, keys, visible in mask.blocks():
-        block = _fused(
-            q[rows, :, queries], k[rows, :, keys], v[rows, :, keys], 0.0, False, attn_mask=visible, scale=scale
-        )
-        out[rows, :, queries], lse[rows, :, queries] = block
-        del block
+    for part in mask.parts(q):
+        own_q, own_k, own_v, own_out, own_lse = (part.of(x) for x in (q, k, v, out, lse))
+        for rows, queries, keys, visible in mask.blocks(part.ranges):
+            block = _fused(
+                own_q[rows, :, queries],
+                own_k[rows, :, keys],
+                own_v[rows, :, keys],
+                0.0,
+                False,
+                attn_mask=visible,
+                scale=scale,
+            )
+            own_out[rows, :, queries], own_lse[rows, :, queries] = block
+            del block
     if sinks is not None:
         logits = sinks.to(lse.dtype)[:, None]
         out.mul_(torch.sigmoid(lse - logits)[..., None])
@@ -193,21 +203,31 @@ def _attend_backward(
     # Several blocks add to one key: the sum is kept in at least fp32, whatever the dtype of k.
     wide = at_least_fp32(k.dtype)
     dk, dv = _empty_like_tokens_first(k, wide).zero_(), _empty_like_tokens_first(v, wide).zero_()
-    for rows, queries, keys, visible in mask.blocks():
-        own = tuple(x[rows, :, queries] for x in (out, lse))
-        upstream, own_q, own_dq = (x[rows, :, queries] for x in (grad, q, dq))
-        for part in _pieces(keys):
-            seen = visible[:, part.start - keys.start : part.stop - keys.start]
-            block_dq, block_dk, block_dv = _fused_backward(
-                upstream, own_q, k[rows, :, part], v[rows, :, part], *own, 0.0, False, attn_mask=seen, scale=scale
-            )
-            if part.start == keys.start:
-                own_dq.copy_(block_dq)
-            else:
-                own_dq.add_(block_dq)
-            dk[rows, :, part] += block_dk
-            dv[rows, :, part] += block_dv
-            del block_dq, block_dk, block_dv  # else they stay until the next ones are made
+    for part in mask.parts(q):
+        seen_from = [part.of(x) for x in (grad, q, dq, out, lse)]
+        own_k, own_v, own_dk, own_dv = (part.of(x) for x in (k, v, dk, dv))
+        for rows, queries, keys, visible in mask.blocks(part.ranges):
+            upstream, block_q, sum_dq, block_out, block_lse = (x[rows, :, queries] for x in seen_from)
+            for piece in _pieces(keys):
+                block_dq, block_dk, block_dv = _fused_backward(
+                    upstream,
+                    block_q,
+                    own_k[rows, :, piece],
+                    own_v[rows, :, piece],
+                    block_out,
+                    block_lse,
+                    0.0,
+                    False,
+                    attn_mask=visible[:, piece.start - keys.start : piece.stop - keys.start],
+                    scale=scale,
+                )
+                if piece.start == keys.start:
+                    sum_dq.copy_(block_dq)
+                else:
+                    sum_dq.add_(block_dq)
+                own_dk[rows, :, piece] += block_dk
+                own_dv[rows, :, piece] += block_dv
+                del block_dq, block_dk, block_dv  # else they stay until the next ones are made
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -294,6 +314,29 @@ def _read(
     return ranges, _BandMask(ranges, documents, key_valid, window, k.shape[2] - q.shape[2], q.dtype)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Ranges that are computed one after the other, and how tensors are looked at for them.
+
+    Attributes:
+        ranges: lists of the five numbers of `ranges_of`.
+        start, count, length: `count` documents of `length` tokens each, of one row and from token `start` on, stand
+            as a batch of rows, and `ranges` is the one of such a row; count 0: tensors stay as they are.
+    """
+
+    ranges: list[list[int]]
+    start: int = 0
+    count: int = 0
+    length: int = 0
+
+    def of(self, x: Tensor) -> Tensor:
+        """A view of (1, heads, tokens, …) as (count, heads, length, …), or the tensor itself."""
+        if self.count == 0:
+            return x
+        tokens = x[0, :, self.start : self.start + self.count * self.length]
+        return tokens.unflatten(1, (self.count, self.length)).transpose(0, 1)
+
+
 class _BandMask:
     """The blocks of all ranges, and the additive mask of each as a slice of one band.
 
@@ -322,9 +365,26 @@ class _BandMask:
         hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
         self._band = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
-    def blocks(self) -> Iterator[tuple[slice, slice, slice, Tensor]]:
-        """rows, queries, keys and (queries, keys) additive mask of each block, in a fixed order."""
-        for row, q0, q1, k0, k1 in self._ranges:
+    def parts(self, q: Tensor) -> Iterator[_Part]:
+        """All ranges; neighbours of one length in a single row are computed together, as rows of a batch."""
+        if len(q) > 1 or self._shift:
+            yield _Part(self._ranges)
+            return
+        apart: list[list[int]] = []
+        for (length, _), group in groupby(self._ranges, lambda one: (one[2] - one[1], one[0] <= SCATTERED_ROWS)):
+            run = list(group)
+            start, count = run[0][1], len(run)
+            joined = all(one[1] == one[3] == start + place * length for place, one in enumerate(run))
+            if count > 1 and joined and length > 0:
+                yield _Part([[ALL_ROWS, 0, length, 0, length]], start, count, length)
+            else:
+                apart += run
+        if apart:
+            yield _Part(apart)
+
+    def blocks(self, ranges: list[list[int]] | None = None) -> Iterator[tuple[slice, slice, slice, Tensor]]:
+        """rows, queries, keys and (queries, keys) additive mask of each block of some ranges or all, in their order."""
+        for row, q0, q1, k0, k1 in self._ranges if ranges is None else ranges:
             apart = row <= SCATTERED_ROWS
             number = SCATTERED_ROWS - 1 - row if apart else row
             rows = slice(None) if number == ALL_ROWS else slice(number, number + 1)

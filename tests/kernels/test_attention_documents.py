@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bestiary.kernels.attention import MaskSpec, attention
@@ -215,6 +216,40 @@ def test_rows_alike_are_computed_together() -> None:
     ranges, _ = ranges_of(documents.repeat(8, 1), None, 5, 5)
     assert ranges is not None
     assert len(ranges) == 16
+
+
+@settings(max_examples=30)
+@given(
+    lengths=st.lists(st.sampled_from([1, 3, 70, 130]), min_size=2, max_size=6),
+    padding=st.integers(0, 5),
+    window=st.sampled_from([None, 50]),
+    sinks=st.booleans(),
+)
+def test_neighbours_of_one_length_are_rows_of_a_batch(
+    lengths: list[int], padding: int, window: int | None, sinks: bool
+) -> None:
+    """One row of documents, some of them of one length: the same values and gradients, in fewer calls."""
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    valid = torch.arange(documents.shape[1])[None] >= padding if padding else None
+    spec = MaskSpec(documents.shape[1], documents.shape[1], window=window, documents=documents, key_valid=valid)
+    inputs = heads(spec, 1, 4, 2, 8)
+    grad = made(1, 4, spec.q_len, 8, seed=9) * real(spec, 1)
+    ours = results("documents", spec, inputs, grad, sinks)
+    expected = results("eager", spec, inputs, grad, sinks)
+    for one, other in zip(ours, expected, strict=True):
+        assert (one - other).abs().max() < EXACT * (1 + other.abs().max())
+
+
+def test_equal_documents_take_as_many_calls_as_one() -> None:
+    """16 documents of 64 tokens: one fused call, where an odd one in the middle takes two more."""
+    for lengths, calls in (([64] * 16, 1), ([64] * 8 + [30] + [64] * 8, 3)):
+        documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+        spec = MaskSpec(documents.shape[1], documents.shape[1], documents=documents)
+        q, k, v, _ = heads(spec, 1, 4, 2, 8)
+        with profile(activities=[ProfilerActivity.CPU]) as found, force(attention="documents"), torch.no_grad():
+            attention(q, k, v, spec, scale=SCALE)
+        names = [event.name for event in found.events()]
+        assert sum("flash_attention_for_cpu" in name for name in names) == calls
 
 
 class Largest(TorchDispatchMode):
