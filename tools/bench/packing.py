@@ -9,7 +9,7 @@ tokenizer and template, in the same run. Figures are useful tokens (no padding) 
     flattening    transformers' DataCollatorWithFlattening, 16 documents
     trl bfd       TRL's packing of all documents beforehand and its padding-free collator
     alone         one document a call, in our model
-    in memory     the packs of `ours`, made beforehand
+    in memory     the same packs as `ours`, made beforehand
     flat          ours and padded on documents of equal length, in our model, where there is nothing to gain
 
 The four peers run in the model that they are used with, transformers' of the same shape. "in our model" are padded and
@@ -26,6 +26,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +112,12 @@ def compare(file: Path, count: int, subset: int | None, rounds: int) -> dict[str
     flat = work.FoldedEncoder(encode.encode, work.FLAT)
     flat_documents = work.documents(file, flat, 2 * work.PACK // work.FLAT * 4)
     flat_packs = work.packed(flat_documents)
-    in_memory = [next(packs) for _ in range(steps)]
+    with closing(work.loader(file, encode, streams=RANKS)) as again:
+        held = list(islice(again, 1 + rounds * steps))[1:]
+    parts = iter([held[place * steps : (place + 1) * steps] for place in range(rounds)])
     arms: dict[str, Callable[[], measure.Sample]] = {
-        "ours": lambda: _run(ours, (next(packs) for _ in range(steps)), ranks=RANKS),
-        "in memory": lambda: _settled(ours, in_memory),
+        "ours": lambda: _run(ours, islice(packs, steps), ranks=RANKS),
+        "in memory": lambda: _settled(ours, next(parts)),
         "padded B=8, 8 ranks": lambda: _run(theirs, work.in_order(some, 8), ranks=RANKS),
         "padded B=16": lambda: _run(theirs, work.in_order(some, 16)),
         "sorted B=16": lambda: _run(theirs, sorted_works, equal=True),
@@ -125,7 +129,7 @@ def compare(file: Path, count: int, subset: int | None, rounds: int) -> dict[str
         "flat, ours": lambda: _run(ours, flat_packs),
         "flat, padded B=16": lambda: _run(ours, work.in_order(flat_documents, 16)),
     }
-    for one in (taken[0], in_memory[0], some and work.padded(some[:8])):
+    for one in (taken[0], held[0], work.padded(some[:8])):
         ours(one)
     theirs(bfd[0])
     samples = measure.alternate(arms, rounds, progress=_progress)
