@@ -103,7 +103,7 @@ def test_an_exception_leaves_no_copy(
     """In the middle of an answer, and the next answer is whole."""
     model, calls = fp32("gemma3"), iter(range(10))
 
-    def fails(self: Sampling, logits: Tensor, generator: torch.Generator | None) -> Tensor:
+    def fails(self: Sampling, logits: Tensor, *_: Any) -> Tensor:
         if next(calls) == 4:
             raise error
         return logits.argmax(-1)
@@ -165,10 +165,10 @@ def test_a_weight_written_between_two_tokens_is_read(
     def writing() -> Decoder:
         model, calls = fp32("qwen3", tie_word_embeddings=False), iter(range(10**6))
 
-        def writes(self: Sampling, logits: Tensor, generator: torch.Generator | None) -> Tensor:
+        def writes(self: Sampling, logits: Tensor, *given: Any) -> Tensor:
             if next(calls) in (4, 8):
                 _shrink(model.get_parameter(name))
-            return choose(self, logits, generator)
+            return choose(self, logits, *given)
 
         monkeypatch.setattr(Sampling, "choose", writes)
         return model
