@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bestiary.models.errors import InvalidConfig
-from bestiary.models.protocol import TrainerProtocol
+from bestiary.models.protocol import TrainerProtocol, check_checkpointing
 
 
 class HFSurface:
@@ -109,12 +109,20 @@ class HFSurface:
         """Whether blocks are recomputed in the backward pass (by transformers: only in training mode)."""
         return bool(self.hf.is_gradient_checkpointing)
 
-    def activation_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Recompute each block in the backward pass (non-reentrant; another request is refused)."""
-        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+    def activation_checkpointing_enable(
+        self,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+        *,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Recompute every block in the backward pass; other requests are refused, as by `TrainerProtocol`'s."""
+        check_checkpointing(gradient_checkpointing_kwargs or activation_checkpointing_kwargs, every_n_layers, offload)
+        if every_n_layers != 1:
             raise InvalidConfig(
-                "gradient_checkpointing_kwargs asks for use_reentrant = True.",
-                remedy="use_reentrant=False: the reentrant kind loses gradients of frozen inputs",
+                f"every_n_layers = {every_n_layers}, which not every version of transformers offers.",
+                remedy="every_n_layers=1",
             )
         if not self.supports_gradient_checkpointing:
             raise InvalidConfig(

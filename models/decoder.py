@@ -112,7 +112,7 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm)
         kinds = {config.rope_of(index) for index in range(config.num_hidden_layers)} - {None}
         self._rotary = {rope: RotaryTable(rope) for rope in kinds if rope is not None}
-        self.gradient_checkpointing = config.activation_checkpointing
+        self.gradient_checkpointing, self.checkpointing_interval = config.activation_checkpointing, 1
 
     def forward(self, inputs: Inputs, cache: Cache | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Hidden states (B, T, H) after the final norm, and the router logits of the routed layers."""
@@ -122,11 +122,12 @@ class Backbone(nn.Module):
         tables: RopeTables = {rope: table(inputs.position_ids, x.dtype) for rope, table in self._rotary.items()}
         masks = inputs.masks(self.decoder_config, cache)
         router_logits = []
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             arguments = (x, tables.get(layer.rope), masks[cast(LayerType, layer.layer_type)], cache)
             if self.decoder_config.compile_blocks:
                 _any_length(*arguments[:3])
-            if self.gradient_checkpointing and torch.is_grad_enabled() and cache is None:
+            recomputed = self.gradient_checkpointing and index % self.checkpointing_interval == 0
+            if recomputed and torch.is_grad_enabled() and cache is None:
                 x, logits = checkpoint(layer, *arguments, use_reentrant=False)
             else:
                 x, logits = layer(*arguments)

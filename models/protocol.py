@@ -37,6 +37,25 @@ def bridge_of(model_type: str) -> Any:
     return found[model_type].load()
 
 
+def check_checkpointing(options: dict[str, Any] | None, every_n_layers: int, offload: bool) -> None:
+    """Refuse requests of `activation_checkpointing_enable` that our models do not follow.
+
+    Raises:
+        InvalidConfig: the reentrant kind, `offload`, or less than 1 layer.
+    """
+    if (options or {}).get("use_reentrant"):
+        raise InvalidConfig(
+            "gradient_checkpointing_kwargs asks for use_reentrant = True.",
+            remedy="use_reentrant=False: the reentrant kind loses gradients of frozen inputs",
+        )
+    if offload:
+        raise InvalidConfig(
+            "gradient_checkpointing_kwargs asks for offload = True.", remedy="offload=False; activations stay put"
+        )
+    if every_n_layers < 1:
+        raise InvalidConfig(f"every_n_layers = {every_n_layers}.", remedy="1: every block; 2: every other one; …")
+
+
 class TrainerProtocol:
     """Mixin of `Decoder`; see each member. Names and meanings are those of transformers' PreTrainedModel."""
 
@@ -216,15 +235,23 @@ class TrainerProtocol:
         """Whether blocks are recomputed in the backward pass."""
         return self.model.gradient_checkpointing
 
-    def activation_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Recompute each block in the backward pass (non-reentrant; another request is refused)."""
-        reentrant = (gradient_checkpointing_kwargs or {}).get("use_reentrant")
-        if reentrant:
-            raise InvalidConfig(
-                "gradient_checkpointing_kwargs asks for use_reentrant = True.",
-                remedy="use_reentrant=False: the reentrant kind loses gradients of frozen inputs",
-            )
-        self.model.gradient_checkpointing = True
+    def activation_checkpointing_enable(
+        self,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+        *,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Recompute blocks in the backward pass, one in `every_n_layers`, the first one first.
+
+        Args:
+            gradient_checkpointing_kwargs: `use_reentrant`, False or absent; its newer name is the last argument.
+        Raises:
+            InvalidConfig: the reentrant kind, `offload`, or less than 1 layer.
+        """
+        check_checkpointing(gradient_checkpointing_kwargs or activation_checkpointing_kwargs, every_n_layers, offload)
+        self.model.gradient_checkpointing, self.model.checkpointing_interval = True, every_n_layers
 
     gradient_checkpointing_enable = activation_checkpointing_enable
 

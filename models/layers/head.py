@@ -32,6 +32,8 @@ class Head(nn.Module):
         temperature: float = 1.0,
         ignore_index: int = -100,
         entropy: bool = False,
+        top1: bool = False,
+        logit_mean: bool = False,
         loss: bool = False,
         num_items: Tensor | float | None = None,
         distillation: Distillation | None = None,
@@ -39,6 +41,7 @@ class Head(nn.Module):
     ) -> Tensor | LogProb | tuple[Tensor, LogProb] | TeacherHead:
         """Logits (..., V) of hidden (..., H); with `targets` (...,) a flat `LogProb` of them, no logits.
 
+        entropy, top1, logit_mean: more columns of it (`loss` has no logit_mean).
         With `loss` the pair (−Σ log p / num_items, `LogProb` without a graph), at three quarters of the cost.
         num_items None: the number of targets.
         With `distillation` the divergences (N,), with `loss` Σ / num_items, of the tokens that have a target.
@@ -70,10 +73,11 @@ class Head(nn.Module):
             "temperature": temperature,
             "ignore_index": ignore_index,
             "entropy": entropy,
+            "top1": top1,
         }
         if loss:
             return linear_cross_entropy(*rows, **options, num_items=num_items, return_log_prob=True)
-        return linear_log_prob(*rows, **options)
+        return linear_log_prob(*rows, **options, logit_mean=logit_mean)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -204,10 +204,32 @@ def test_activation_checkpointing_changes_memory_and_nothing_else(family: str) -
         assert torch.equal(configured(ids).logits, model(ids).logits)
 
 
-def test_reentrant_checkpointing_is_refused() -> None:
-    """It loses the gradients of adapters on frozen inputs."""
-    with pytest.raises(InvalidConfig, match="use_reentrant = True"):
-        tiny("qwen3").activation_checkpointing_enable({"use_reentrant": True})
+def test_only_every_nth_block_is_recomputed_where_asked() -> None:
+    """As transformers' Trainer asks; the gradients are the same bits."""
+    model, ids = tiny("qwen3"), tokens(2, 9)
+    expected = gradients(model, ids)
+    runs: list[int] = []
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_pre_hook(lambda module, arguments, index=index: runs.append(index))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=None, every_n_layers=2, offload=False)
+    for ours, plain in zip(gradients(model, ids), expected, strict=True):
+        assert torch.equal(ours, plain)
+    assert runs == [0, 1, 2, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant = True"),  # loses gradients
+        ({"activation_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant = True"),
+        ({"offload": True}, "offload = True"),
+        ({"every_n_layers": 0}, "every_n_layers = 0"),
+    ],
+)
+def test_checkpointing_of_another_kind_is_refused(asked: dict[str, Any], said: str) -> None:
+    """By name, whatever transformers calls it."""
+    with pytest.raises(InvalidConfig, match=said):
+        tiny("qwen3").activation_checkpointing_enable(**asked)
 
 
 def test_generation_works_on_a_model_that_checkpoints() -> None:

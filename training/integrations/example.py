@@ -24,11 +24,12 @@ class InvalidRow(BestiaryError):
     """A line of the data file that is no row."""
 
 
-def parser(about: str, *, command: str) -> argparse.ArgumentParser:
+def parser(about: str, *, command: str, data: str | None = None) -> argparse.ArgumentParser:
     """The arguments that every script takes.
 
     Args:
         about: one line.   command: what starts the script, for the example in `--help`.
+        data: what a row of the data looks like; None: as `read_rows` takes it.
     """
     made = argparse.ArgumentParser(
         description=about,
@@ -36,7 +37,8 @@ def parser(about: str, *, command: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("model", help="checkpoint folder or hub id")
-    made.add_argument("data", type=Path, help='JSONL with {"text": …} or {"input_ids": […], "labels": […]} a line')
+    row = data or '{"text": …} or {"input_ids": […], "labels": […]}'
+    made.add_argument("data", type=Path, help=f"JSONL with {row} a line")
     made.add_argument("--out", type=Path, required=True, help="checkpoints of the trainer, and the result in hf/")
     made.add_argument("--steps", type=int, default=100, help="optimiser steps in all (default 100)")
     made.add_argument("--batch", type=int, default=4, help="rows of a micro-batch (default 4)")

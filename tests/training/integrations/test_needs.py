@@ -13,6 +13,8 @@ SCRIPTS = {
     "accelerate_loop": ("accelerate", "bestiary[accelerate]"),
     "lightning_module": ("lightning", "bestiary[lightning]"),
     "peft_on_top": ("peft", "bestiary[peft]"),
+    "transformers_trainer": ("accelerate", "bestiary[accelerate]"),
+    "trl_head": ("trl", "bestiary[trl]"),
 }
 
 
