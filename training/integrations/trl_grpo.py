@@ -43,6 +43,8 @@ class DecoderGRPOTrainer(DecoderTrainer, GRPOTrainer):
         InvalidRun: `cast_lm_head_to_fp32`, which would rewrite the head; or a synced reference with LoRA.
     """
 
+    ref_model: Any
+
     def __init__(self, model: nn.Module, *arguments: Any, args: GRPOConfig, **named: Any) -> None:
         if args.cast_lm_head_to_fp32:
             raise InvalidRun(
