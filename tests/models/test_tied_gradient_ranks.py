@@ -1,25 +1,23 @@
 """The gradient of a tied embedding on two ranks, where shares of a gradient travel between backward hooks."""
 
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from ..child import python
 from .tied_gradient_rank import FAMILIES, IDS, WORLD, WRAPPERS, run
 from .tiny import tiny
 
-# The checkout at the end of the path: kernels/ must not shadow an installed package of that name.
-OTHER = "import sys; sys.path.append(sys.argv[1]); from tests.models.tied_gradient_rank import main; main(sys.argv[2])"
+OTHER = "from tests.models.tied_gradient_rank import main; main(sys.argv[1])"
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
     """What rank 0, this process, has after each step; rank 1 is a process of its own."""
     store = tmp_path_factory.mktemp("ranks") / "store"
-    command = [sys.executable, "-c", OTHER, str(Path(__file__).parents[2]), str(store)]
+    command = python(OTHER, store)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as other:
         try:
             results = run(0, store)

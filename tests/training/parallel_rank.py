@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,8 @@ def replaced() -> Decoder:
 
 def run(rank: int, store: Path) -> dict[str, dict[str, Any]]:
     """Every case."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), WORLD), rank=rank, world_size=WORLD)
+    shared, patience = dist.FileStore(str(store), WORLD), timedelta(seconds=60)  # the other one may die
+    dist.init_process_group("gloo", store=shared, rank=rank, world_size=WORLD, timeout=patience)
     try:
         return {"refused": refusals(), **{str(case): result(case) for case in CASES}}
     finally:

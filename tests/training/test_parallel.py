@@ -1,20 +1,18 @@
 """A model over two processes has the loss and the gradients of one process, in float64."""
 
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from ..child import python
 from .parallel_rank import BOUND, CASES, Case, gradients, run, scored, step, units
 
 pytestmark = pytest.mark.slow
 
-# The checkout at the end of the path: kernels/ must not shadow an installed package of that name.
-OTHER = "import sys; sys.path.append(sys.argv[1]); from tests.training.parallel_rank import main; main(sys.argv[2])"
+OTHER = "from tests.training.parallel_rank import main; main(sys.argv[1])"
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
 
@@ -22,7 +20,7 @@ EXACT = {"rtol": 1e-9, "atol": 1e-11}
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What rank 0, this process, has after each step; rank 1 is a process of its own."""
     store = tmp_path_factory.mktemp("ranks") / "store"
-    command = [sys.executable, "-c", OTHER, str(Path(__file__).parents[2]), str(store)]
+    command = python(OTHER, store)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as other:
         try:
             results = run(0, store)

@@ -1,7 +1,6 @@
 """Checkpoints go straight to a mesh of four processes and come back whole; so do steps there."""
 
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,15 +15,13 @@ from bestiary.models import AutoDecoder, Decoder
 from bestiary.verify.weights import perturb
 from tests.bridges.checkpoints import FAMILIES, tiny_config
 
+from ..child import python
 from .parallel_loading_rank import CASES, LORA, WORLD, run
 from .parallel_rank import BOUND, Case, gradients, step, units
 
 pytestmark = pytest.mark.slow
 
-OTHER = (
-    "import sys; sys.path.append(sys.argv[1]); "
-    "from tests.training.parallel_loading_rank import main; main(*sys.argv[2:])"
-)
+OTHER = "from tests.training.parallel_loading_rank import main; main(*sys.argv[1:])"
 SLACK = 3 * 2**20  # bytes: threads, headers, what the allocator rounds up to
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
@@ -56,7 +53,7 @@ def found(folder: Path) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         others = []
         for rank in range(1, WORLD):
-            command = [sys.executable, "-c", OTHER, str(Path(__file__).parents[2]), str(folder), str(rank)]
+            command = python(OTHER, folder, rank)
             others.append(stack.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
         try:
             first = run(0, folder)

@@ -3,10 +3,8 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,11 +19,12 @@ from bestiary.training.errors import CheckpointRefused, InvalidRun
 from bestiary.training.recipes.sft import SFT
 from bestiary.training.run import check_data, run
 
+from ..child import python
 from ..models.tiny import tiny_config
 from .data.conftest import folder
 
 VOCABULARY = 49152
-COMMAND = "import sys; from bestiary.tools.cli import main; sys.exit(main(sys.argv[1:]))"
+COMMAND = "from bestiary.tools.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
 def _said(role, content):
@@ -111,8 +110,8 @@ def test_a_killed_run_goes_on_bit_for_bit(whole, place, tmp_path, how):
     """Killed at a step that no checkpoint knows of, or asked to stop; started again by the same command."""
     arguments = ["sft", str(place / "run.json"), f"out={tmp_path / 'run'}"]
     slow = ["loop.callbacks=[tests.training.test_run:Slow]"]
-    command = [sys.executable, "-c", "import sys; sys.path.append('.'); " + COMMAND, *arguments, *slow]
-    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL) as process:
+    command = python(COMMAND, *arguments, *slow)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
             for _ in range(1200):
                 if len(saved_steps(tmp_path / "run" / "checkpoints")) >= 1 or process.poll() is not None:

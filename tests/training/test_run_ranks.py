@@ -4,9 +4,7 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +14,11 @@ from bestiary.training.checkpoint import saved_steps
 from bestiary.training.config import load_run_config
 from bestiary.training.run import run
 
+from ..child import python
 from .test_run import COMMAND, metrics
 from .test_run import place as place  # the fixture
 
 pytestmark = pytest.mark.slow
-CHECKOUT = Path(__file__).parents[2]
 
 
 def start(file, out, *changes, world=2, recipe="sft"):
@@ -28,13 +26,11 @@ def start(file, out, *changes, world=2, recipe="sft"):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", "import sys; sys.path.append('.'); " + COMMAND]
-    arguments = [recipe, str(file), f"out={out}", *changes]
+    command = python(COMMAND, recipe, file, f"out={out}", *changes)
     shared = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
         subprocess.Popen(
-            [*command, *arguments],
-            cwd=CHECKOUT,
+            command,
             env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
