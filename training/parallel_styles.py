@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from bestiary.kernels.divergence import Distillation
 from bestiary.kernels.lookup import lookup
 from bestiary.models.config import Attention
 from bestiary.models.layers import moe
@@ -273,12 +274,20 @@ class VocabularyHead(Spread):
 
     placed: ClassVar[Mapping[str, Placement]] = {"weight": OUT}
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, **options: Any) -> Any:
-        """As of `Head`."""
-        if targets is None:
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        *,
+        distillation: Distillation | None = None,
+        as_teacher: bool = False,
+        **options: Any,
+    ) -> Any:
+        """As of `Head`; a teacher's hidden states and weight stay on the mesh, for a student that is split alike."""
+        if targets is None and distillation is None and not as_teacher:
             return gather_last(super().forward(enter(hidden, self.group)), self.group)
         whole = DTensor.from_local(hidden, self.ranks.mesh, [WHOLE], run_check=False)
-        return self.inner(whole, targets, **options)
+        return self.inner(whole, targets, distillation=distillation, as_teacher=as_teacher, **options)
 
 
 _CLASSES: dict[Style, type[Spread]] = {

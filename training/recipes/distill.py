@@ -13,6 +13,7 @@ from bestiary.kernels.divergence import Distillation, TeacherHead, TopK
 from bestiary.kernels.divergence_terms import Kind as Divergence
 from bestiary.kernels.head import head_logits
 from bestiary.kernels.precision import at_least_fp32
+from bestiary.kernels.vocab_parallel import VocabShard, localised
 from bestiary.models import Decoder
 from bestiary.training.data.batch import batch
 from bestiary.training.data.packing import Pack
@@ -125,18 +126,32 @@ def likeliest(teacher: TeacherHead, k: int, temperature: float, counted: torch.T
     Raises:
         InvalidRun: k is larger than the vocabulary.
     """
-    size = teacher.weight.shape[0]
+    size = teacher.weight.shape[0]  # of a split head too
     if k > size:
         raise InvalidRun(f"loss.options.top_k = {k} of {size} words.", remedy="fewer, or leave it out for all words")
     words = torch.full((len(counted), k), -1, dtype=torch.int64, device=counted.device)
     log_prob = torch.full((len(counted), k), -torch.inf, dtype=torch.float32, device=counted.device)
     log_prob = log_prob.to(torch.promote_types(teacher.hidden.dtype, torch.float32))
     with torch.no_grad():
+        head = localised(teacher.hidden, teacher.weight, None, counted, None)
         for rows in counted.nonzero().squeeze(-1).split(max(1, _LOGITS // size)):
-            logits = head_logits(teacher.hidden[rows], teacher.weight, divisor=teacher.divisor, softcap=teacher.softcap)
-            found = (logits.to(log_prob.dtype) / temperature).log_softmax(-1).topk(k, dim=-1)
-            words[rows], log_prob[rows] = found.indices, with_others(found.values) if k < size else found.values
+            logits = head_logits(head.hidden[rows], head.weight, divisor=teacher.divisor, softcap=teacher.softcap)
+            words[rows], found = _first(logits.to(log_prob.dtype) / temperature, k, head.shard)
+            log_prob[rows] = with_others(found) if k < size else found
     return TopK(words, log_prob)
+
+
+def _first(logits: Tensor, k: int, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
+    """The k likeliest words (R, k) and their log-probabilities, of logits over all words or this rank's share."""
+    if shard is None:
+        found = logits.log_softmax(-1).topk(k, dim=-1)
+        return found.indices, found.values
+    # Of each rank its own first ones: one all-gather of 2 k + 1 numbers a token in place of the logits.
+    own = logits.topk(min(k, logits.shape[-1]), dim=-1)
+    values, mass = shard.gather(own.values[None]), shard.gather(logits.logsumexp(-1)[None])
+    words = shard.gather((own.indices + shard.start)[None])
+    best = values.transpose(0, 1).flatten(1).topk(k, dim=-1)
+    return words.transpose(0, 1).flatten(1).gather(1, best.indices), best.values - mass.logsumexp(0)[:, None]
 
 
 def with_others(log_prob: Tensor) -> Tensor:

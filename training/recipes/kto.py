@@ -108,8 +108,9 @@ class KTO:
         if not self.estimates or not batches:
             return
         own = [turn for batch in batches for turn in batch["turns"]]
-        every = {turn for theirs in control.gathered(own) for turn in theirs}
-        length = max(batch["input_ids"].shape[1] for batch in batches)
+        heard = control.gathered((own, max(batch["input_ids"].shape[1] for batch in batches)))
+        every = {turn for theirs, _ in heard for turn in theirs}
+        length = max(longest for _, longest in heard)  # one for all: processes must agree in the rows
         rows = mismatched(every, length)
         total, pairs = 0.0, 0.0
         # Sharded models run together: a process whose rows are over takes one of padding.
@@ -171,9 +172,9 @@ def turns(pack: Pack) -> list[Turn]:
 
 
 def mismatched(every: set[Turn], length: int) -> list[list[Turn]]:
-    """Each prompt with an answer to another one, by rows of at most `length` tokens; an answer too long is cut.
+    """Each prompt with an answer to another one, by rows of `length` tokens, or of one pair that is longer.
 
-    The order is that of digests of the tokens, so it depends on the set alone. A prompt that fills a row is left out.
+    The order is that of digests of the tokens, so which pairs there are depends on the set alone.
     """
     ordered = sorted(every, key=lambda turn: hashlib.blake2b(b"%d " % len(turn[0]) + b"".join(turn)).digest())
     rows: list[list[Turn]] = [[]]
@@ -181,10 +182,9 @@ def mismatched(every: set[Turn], length: int) -> list[list[Turn]]:
     for place, (prompt, _) in enumerate(ordered):
         others = (ordered[(place + step) % len(ordered)] for step in range(1, len(ordered)))
         answer = next((answer for other, answer in others if other != prompt), None)
-        room = length - len(prompt) // 4
-        if answer is None or room < 1:
+        if answer is None:
             continue
-        pair = (prompt, answer[: 4 * room])
+        pair = (prompt, answer)
         size = sum(map(len, pair)) // 4
         if used + size > length:
             rows.append([])
@@ -195,11 +195,11 @@ def mismatched(every: set[Turn], length: int) -> list[list[Turn]]:
 
 
 def packed(row: Sequence[Turn], length: int) -> Pack:
-    """A pack of prompts and answers, the answers trained; of none, padding."""
+    """A pack of prompts and answers, of at least `length` tokens, the answers trained; of none, padding."""
     chosen_ones = []
     for place, (prompt, answer) in enumerate(row):
         ids = np.frombuffer(prompt + answer, np.int32)
         labels = ids.copy()
         labels[: len(prompt) // 4] = IGNORED
         chosen_ones.append(Candidate(place, "mismatched", place, Cursor(), 0, (Tokens(ids, labels),)))
-    return assemble(chosen_ones, length, 0)
+    return assemble(chosen_ones, max(length, sum(map(len, chosen_ones))), 0)
