@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,7 +24,9 @@ from bestiary.models.config import DecoderConfig, HeadKind
 from bestiary.models.sharding import whole
 from bestiary.training.config import LoopSection, OptimSection
 from bestiary.training.control import Control
+from bestiary.training.data.loader import Slots, Waits
 from bestiary.training.data.packing import Pack
+from bestiary.training.data.tokens import TeacherWords
 from bestiary.training.loop import Trainer
 from bestiary.training.parallel import DataParallel, build_mesh, clip_grad_norm, data_parallel, parallelize
 from bestiary.training.recipes.base import Batch, Recipe
@@ -53,6 +56,14 @@ BETA = 0.02  # weights whose words are not decided, so that no sigmoid is flat
 SINGLES, PAIRS = singles(), pairs()
 
 
+def taught(group: Group, seed: int) -> Group:
+    """Its documents with four words of a teacher beside each token."""
+    random, size = np.random.default_rng(seed), len(group[0])
+    words = np.stack([random.permutation(VOCAB)[:4] for _ in range(size)]).astype(np.int32)
+    said = TeacherWords(words, np.log(random.dirichlet(np.ones(5), size)[:, :4]))
+    return tuple(dataclasses.replace(one, teacher=said) for one in group)
+
+
 @dataclass(frozen=True)
 class Trial:
     """A recipe, the policy that it trains and the documents that it trains on."""
@@ -75,6 +86,11 @@ TRIALS: dict[str, Trial] = {
     "reward, adapters": Trial("scores, adapters", PAIRS, lambda other, stored: Reward(margin=0.3, centring=0.01)),
     "reward squared": Trial("scores", SINGLES, lambda other, stored: Reward("squared")),
     "distill": Trial("plain", SINGLES, lambda other, stored: Distill(other, "jsd", beta=0.3, temperature=2.0)),
+    "distill, words of the data": Trial(
+        "plain",
+        [taught(group, seed) for seed, group in enumerate(SINGLES)],
+        lambda other, stored: Distill(None, "forward_kl"),
+    ),
     "distill, top 5": Trial("adapters", SINGLES, lambda other, stored: Distill(other, "reverse_kl", top_k=5)),
 }
 
@@ -96,7 +112,7 @@ def config(family: str) -> DecoderConfig:
         nope_layers=tuple(index for index in found.nope_layers if index < LAYERS),
         dense_layers=tuple(index for index in found.dense_layers if index < LAYERS),
         output_router_logits=False,
-        attention=replace(found.attention, dropout=0.0),
+        attention=dataclasses.replace(found.attention, dropout=0.0),
         residual_dropout=0.0,
     )
 
@@ -167,11 +183,9 @@ class Taken:
 class Given:
     """A loader of what it is given."""
 
-    waits = SimpleNamespace(total=0.0)
-    given = SimpleNamespace(slots=0, useful_tokens=0, loss_tokens=0)
-
     def __init__(self, batches: Sequence[Batch]) -> None:
         self._batches = batches
+        self.waits, self.given = Waits(), Slots()
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self._batches)
@@ -208,10 +222,10 @@ def step_over(
 
 
 def on_mesh(family: str, mesh: DeviceMesh, control: Control, data: DataParallel) -> Iterator[tuple[str, Step]]:
-    """Every trial of a family on a mesh, with two micro-batches a rank that has data of its own, else four."""
+    """Every trial of a family on a mesh, with two micro-batches for each rank."""
     models = Models(family, partial(parallelize, mesh=mesh))
     for name, trial in TRIALS.items():
-        yield name, step(models, trial, 4, control, data, clip=clip_grad_norm)
+        yield name, step(models, trial, 2 * data.size, control, data, clip=clip_grad_norm)
 
 
 def run(rank: int, store: Path, seen: Callable[[str, str, str, Step], None]) -> None:
