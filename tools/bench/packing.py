@@ -10,6 +10,8 @@ tokenizer and template, in the same run. Figures are useful tokens (no padding) 
     trl bfd       TRL's packing of all documents beforehand and its padding-free collator
     alone         one document a call, in our model
     in memory     the same packs as `ours`, made beforehand
+    a core to spare   both again, the step on one thread less than there are cores: what the packer costs a step that it
+                  takes no core from, as on a machine whose GPU trains
     flat          ours and padded on documents of equal length, in our model, where there is nothing to gain
 
 The four peers run in the model that they are used with, transformers' of the same shape. "in our model" are padded and
@@ -31,6 +33,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bestiary.kernels.errors import BestiaryError
 from bestiary.tools.arguments import Parser, at_least, write_json
 from bestiary.tools.bench import measure
@@ -43,6 +47,7 @@ examples:
 exit codes: 0 all goals hold, 1 a goal is missed, 5 too noisy to tell, 7 usage or environment"""
 
 RANKS = 8
+PAIRS = ("two", "one")  # arms that take packs, in their order in a round
 SORTED = 8  # batches of sorted documents that are run
 SETTLED_S = 0.5  # after which the producer has filled its queue and is still
 # goal, figure of ours over the other arm's, whether the time to the first step counts
@@ -113,11 +118,18 @@ def compare(file: Path, count: int, subset: int | None, rounds: int) -> dict[str
     flat_documents = work.documents(file, flat, 2 * work.PACK // work.FLAT * 4)
     flat_packs = work.packed(flat_documents)
     with closing(work.loader(file, encode, streams=RANKS)) as again:
-        held = list(islice(again, 1 + rounds * steps))[1:]
-    parts = iter([held[place * steps : (place + 1) * steps] for place in range(rounds)])
+        held = list(islice(again, 1 + 2 * rounds * steps))[1:]
+    # The packs come in one order; an arm of each pair takes them from the packer, the other from memory.
+    order = [name for at in range(rounds) for name in (PAIRS if at % 2 == 0 else PAIRS[::-1])]
+    parts = {
+        name: iter([held[at * steps : (at + 1) * steps] for at, one in enumerate(order) if one == name])
+        for name in PAIRS
+    }
     arms: dict[str, Callable[[], measure.Sample]] = {
         "ours": lambda: _run(ours, islice(packs, steps), ranks=RANKS),
-        "in memory": lambda: _settled(ours, next(parts)),
+        "in memory": lambda: _settled(ours, next(parts["two"])),
+        "a core to spare, ours": lambda: _spared(lambda: _run(ours, islice(packs, steps), ranks=RANKS)),
+        "a core to spare, in memory": lambda: _spared(lambda: _settled(ours, next(parts["one"]))),
         "padded B=8, 8 ranks": lambda: _run(theirs, work.in_order(some, 8), ranks=RANKS),
         "padded B=16": lambda: _run(theirs, work.in_order(some, 16)),
         "sorted B=16": lambda: _run(theirs, sorted_works, equal=True),
@@ -129,7 +141,7 @@ def compare(file: Path, count: int, subset: int | None, rounds: int) -> dict[str
         "flat, ours": lambda: _run(ours, flat_packs),
         "flat, padded B=16": lambda: _run(ours, work.in_order(flat_documents, 16)),
     }
-    for one in (taken[0], held[0], work.padded(some[:8])):
+    for one in (taken[0], *held[:RANKS], work.padded(some[:8])):
         ours(one)
     theirs(bfd[0])
     samples = measure.alternate(arms, rounds, progress=_progress)
@@ -143,7 +155,7 @@ def compare(file: Path, count: int, subset: int | None, rounds: int) -> dict[str
         measure.Goal(name="slot efficiency of ours", figure=efficiency, limit=0.99, at_least=True),
         *(_goal(samples, other, limit, first_step if epoch else {}, total) for other, limit, epoch in GOALS),
         _ratio("flat control: ours / padded B=16", samples["flat, ours"], samples["flat, padded B=16"], 0.98),
-        _overlap(samples),
+        _overlap(samples, "a core to spare, "),
     ]
     control = summaries["in memory"]["useful_per_s"]
     code = measure.exit_code(goals, control)
@@ -152,6 +164,10 @@ def compare(file: Path, count: int, subset: int | None, rounds: int) -> dict[str
         rate, used = quantities["useful_per_s"], quantities["slot_efficiency"]
         print(f"  {name:<26}{rate.median:10,.0f}{used.median:12.1%}{first_step.get(name, 0.0):11.1f}s")
     print(f"  the trainer waited {waits.total:.3f} s for {live.given.packs} packs, {waits.longest:.3f} s at most")
+    both = _overlap(samples)
+    print(
+        f"  on all cores, the packer's own work in it: {both.name} {both.figure:.3f} ({both.low:.3f}–{both.high:.3f})"
+    )
     measure.print_goals(goals, control, code)
     return measure.report(
         "packing",
@@ -211,6 +227,16 @@ def _run(
     }
 
 
+def _spared(run: Callable[[], measure.Sample]) -> measure.Sample:
+    """With one thread of torch less than there are cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))
+    try:
+        return run()
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _settled(step: Callable[[Any], float], works: Sequence[Any]) -> measure.Sample:
     time.sleep(SETTLED_S)
     return _run(step, works, ranks=RANKS)
@@ -242,11 +268,11 @@ def _ratio(name: str, ours: Sequence[measure.Sample], theirs: Sequence[measure.S
     return measure.Goal(name=name, figure=figure.median, limit=limit, at_least=True, low=figure.low, high=figure.high)
 
 
-def _overlap(samples: dict[str, list[measure.Sample]]) -> measure.Goal:
-    each = zip(samples["ours"], samples["in memory"], strict=True)
+def _overlap(samples: dict[str, list[measure.Sample]], kind: str = "") -> measure.Goal:
+    each = zip(samples[f"{kind}ours"], samples[f"{kind}in memory"], strict=True)
     figure = measure.Summary.of([live["seconds_per_slot"] / held["seconds_per_slot"] for live, held in each])
     return measure.Goal(
-        name="step with the packer beside it / from memory",
+        name=f"{kind}step with the packer beside it / from memory",
         figure=figure.median,
         limit=1.02,
         low=figure.low,

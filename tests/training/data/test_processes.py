@@ -2,16 +2,19 @@
 
 import hashlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from bestiary.training.data.loader import PackLoader
+from bestiary.training.data.workers import NICE
 
 from .rows import key, mixed, unchanged
 
@@ -120,3 +123,14 @@ def test_packs_change_ranks_for_equal_work(trainers: "subprocess.Popen[str]", tm
         found.append([max(sum(cost[at : at + each]) for cost in costs) for at in steps])
     assert all(after <= before for before, after in zip(*found, strict=True))
     assert found[0] != found[1]
+
+
+@pytest.mark.skipif(not hasattr(os, "nice"), reason="this system has no niceness")
+def test_producers_step_back_for_the_trainer(tmp_path: Path) -> None:
+    """A producer works ahead: where both want a core, the trainer's threads go first."""
+    loader = PackLoader(mixed(tmp_path, epochs=1, streams=1), workers=1, make=unchanged)
+    with closing(loader):
+        next(iter(loader))
+        (producer,) = [child for child in multiprocessing.active_children() if child.name.startswith("data-")]
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, producer.pid) == min(own + NICE, 19)
