@@ -1,0 +1,150 @@
+"""Experiences in packs: rows of fixed length that hold whole answers, and what a policy loss reads beside the ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bestiary.models import Decoder
+from bestiary.training.data.packing import Candidate, Pack, assemble
+from bestiary.training.data.source import Cursor
+from bestiary.training.errors import InvalidRun
+from bestiary.training.recipes.documents import document_batch, frozen_pass, model_inputs
+from bestiary.training.rl.records import Experience, Values
+
+Column = Literal["old_log_probs", "reference_log_probs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExperiencePack(Pack):
+    """A pack and its columns, (T,) each, aligned to the ids; 0 in the padding and where nothing was sampled.
+
+    Attributes:
+        experiences: in the order of the documents.
+        rollout_log_probs, advantages, old_log_probs, reference_log_probs: of the experiences; None: they have none.
+        temperature: that all of them were sampled at.
+    """
+
+    experiences: tuple[Experience, ...]
+    rollout_log_probs: Values
+    advantages: Values
+    old_log_probs: Values | None
+    reference_log_probs: Values | None
+    temperature: float
+
+
+def pack(
+    experiences: Sequence[Experience], pack_length: int, pad_id: int, *, at_least: int = 1
+) -> list[ExperiencePack]:
+    """Packs of all experiences that train something, the longest first into the first pack with room.
+
+    Which answers share a pack changes no gradient. What trains nothing costs nothing: it is in no pack.
+
+    Args:
+        at_least: packs of padding alone fill up to this number, so that processes run equally often.
+    Raises:
+        InvalidRun: an answer longer than a pack; experiences of several temperatures, or some with log-probabilities of
+            the old policy or the reference and some without.
+    """
+    kept = [one for one in experiences if one.trains]
+    for one in kept:
+        if len(one.trajectory) > pack_length:
+            raise InvalidRun(
+                f"{one.trajectory.name} has {len(one.trajectory)} tokens, a pack holds {pack_length}.",
+                remedy="a longer pack_length, at least the longest prompt and max_tokens together",
+            )
+    temperatures = sorted({one.trajectory.temperature for one in kept})
+    if len(temperatures) > 1:
+        raise InvalidRun(
+            f"answers sampled at temperatures {temperatures} in one step.",
+            remedy="one temperature, that the policy's log-probabilities are taken at",
+        )
+    columns = {name: _all_or_none(kept, name) for name in ("old_log_probs", "reference_log_probs")}
+    rooms: list[int] = []
+    chosen: list[list[Experience]] = []
+    for one in sorted(kept, key=lambda found: -len(found.trajectory)):
+        length = len(one.trajectory)
+        place = next((place for place, room in enumerate(rooms) if room >= length), None)
+        if place is None:
+            place = len(rooms)
+            rooms.append(pack_length)
+            chosen.append([])
+        rooms[place] -= length
+        chosen[place].append(one)
+    chosen += [[] for _ in range(at_least - len(chosen))]
+    temperature = temperatures[0] if temperatures else 1.0
+    return [_assembled(few, pack_length, pad_id, columns, temperature) for few in chosen]
+
+
+def with_log_probs(
+    model: Decoder,
+    experiences: Sequence[Experience],
+    column: Column,
+    *,
+    pack_length: int,
+    pad_id: int,
+    at_least: int = 1,
+) -> list[Experience]:
+    """The experiences, in their order, with log-probabilities under a model, at the temperature they were sampled at.
+
+    Without a graph and without dropout. Those that train nothing stay as they are.
+
+    Args:
+        column: old_log_probs: the model is the policy before the step. reference_log_probs: it is the reference.
+        pack_length, pad_id, at_least: as `pack`.
+    """
+    found = {id(one): one for one in experiences}
+    for each in pack(experiences, pack_length, pad_id, at_least=at_least):
+        batch = document_batch(each)
+        with frozen_pass(model):
+            values = model(**model_inputs(batch, model, "shift_labels"), temperature=each.temperature).log_probs[0]
+        aligned = values.to("cpu", torch.promote_types(values.dtype, torch.float32)).roll(1).numpy()
+        for one, (start, end) in zip(each.experiences, pairwise(each.borders.tolist()), strict=False):
+            of_answer = np.where(one.trajectory.sampled, aligned[start:end], 0.0).astype(aligned.dtype)
+            found[id(one)] = replace(one, **{column: of_answer})
+    return list(found.values())
+
+
+def _all_or_none(experiences: Sequence[Experience], column: str) -> bool:
+    have = [vars(one)[column] is not None for one in experiences]
+    if any(have) and not all(have):
+        raise InvalidRun(
+            f"{column}: {experiences[have.index(False)].trajectory.name} has none, others of the step do.",
+            remedy="compute them for all answers of a step, or for none",
+        )
+    return any(have)
+
+
+def _assembled(
+    few: Sequence[Experience], length: int, pad_id: int, columns: dict[str, bool], temperature: float
+) -> ExperiencePack:
+    made = assemble(
+        [Candidate(place, "rollout", place, Cursor(), 0, (one.document,)) for place, one in enumerate(few)],
+        length,
+        pad_id,
+    )
+
+    def column(values: list[NDArray[Any]]) -> Values:
+        joined = np.concatenate([*values, np.zeros(0, np.float32)])
+        return np.pad(joined, (0, length - len(joined)))
+
+    return ExperiencePack(
+        made.input_ids,
+        made.labels,
+        made.borders,
+        made.documents,
+        experiences=tuple(few),
+        rollout_log_probs=column([one.trajectory.rollout_log_probs for one in few]),
+        advantages=column([one.advantages for one in few]),
+        temperature=temperature,
+        old_log_probs=column([vars(one)["old_log_probs"] for one in few]) if columns["old_log_probs"] else None,
+        reference_log_probs=(
+            column([vars(one)["reference_log_probs"] for one in few]) if columns["reference_log_probs"] else None
+        ),
+    )
