@@ -107,7 +107,8 @@ def with_log_probs(
         aligned = values.to("cpu", torch.promote_types(values.dtype, torch.float32)).roll(1).numpy()
         for one, (start, end) in zip(each.experiences, pairwise(each.borders.tolist()), strict=False):
             of_answer = np.where(one.trajectory.sampled, aligned[start:end], 0.0).astype(aligned.dtype)
-            found[id(one)] = replace(one, **{column: of_answer})
+            made: dict[str, Any] = {column: of_answer}
+            found[id(one)] = replace(one, **made)
     return list(found.values())
 
 

@@ -34,6 +34,7 @@ class PolicyGradient:
         bypass mode), whose ratio is then its own correction.
     entropy: measure the entropy of the policy at each trained token, also where the objective does not ask for it.
 
+    The divergence from the reference is measured where the algorithm asks for one, in the loss or in the reward.
     The temperature is that at which the experiences were sampled. A sequence is a document with a trained token.
 
     Raises:
@@ -63,27 +64,33 @@ class PolicyGradient:
                 remedy="anchor = old, or no correction",
             )
         self.correction, self.off_policy, self.anchor = correction, off_policy, anchor
+        self._reference = self.objective.kl_coef or self.algorithm.advantage.kl_coef
         self._entropy = entropy or self.objective.entropy_coef > 0
 
     def batch(self, pack: Pack) -> Batch:
         """`document_batch` with the columns of the pack, (1, T), each at the position that predicts its token.
 
         Raises:
-            InvalidRun: no pack of experiences, or the objective asks for a reference that they do not have.
+            InvalidRun: no pack of experiences, or the algorithm asks for a reference that they do not have.
         """
         if not isinstance(pack, ExperiencePack):
             raise InvalidRun(
                 f"a pack of class {type(pack).__name__} under {self.name}, which trains on what a policy sampled.",
                 remedy="bestiary.training.rl.packing.pack",
             )
-        if self.objective.kl_coef and pack.reference_log_probs is None and pack.documents:
+        if self._reference and pack.reference_log_probs is None and pack.documents:
             raise InvalidRun(
-                f"kl_coef = {self.objective.kl_coef:g} and the experiences hold no reference_log_probs.",
+                f"kl_coef = {self._reference:g} and the experiences hold no reference_log_probs.",
                 remedy="kl_coef = 0, or packing.with_log_probs(reference, …, 'reference_log_probs')",
             )
         found = document_batch(pack) | {"temperature": pack.temperature}
         for name in ("rollout_log_probs", "advantages", "old_log_probs", "reference_log_probs"):
             values: Values | None = getattr(pack, name)
+            if name == "reference_log_probs":
+                if not self._reference:
+                    continue
+                # Figures have the same names in every process, also in one that has padding alone.
+                values = np.zeros(len(pack.labels), np.float32) if values is None else values
             if values is not None:
                 found[name] = torch.from_numpy(np.append(values[1:], values.dtype.type(0)))[None]
         return found

@@ -257,7 +257,7 @@ def _read(path: Path) -> tuple[str, list[tuple[Trajectory, dict[str, Any]]]]:
 
     found = []
     for row, length in zip(rows, arrays["lengths"].tolist(), strict=True):
-        common = {name: next_of(name, length) for name in ("ids", "sampled", "rollout_log_probs")}
+        common: dict[str, Any] = {name: next_of(name, length) for name in ("ids", "sampled", "rollout_log_probs")}
         more: dict[str, Any] = {}
         if kind == "Experience":
             more = {name: next_of(name, length) for name in ("advantages", *row.pop("columns"))}
