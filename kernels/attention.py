@@ -9,6 +9,7 @@ Dropout is in the first two alone, and blocks look back alone.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,17 @@ from bestiary.kernels.attention_flex import BUCKET, block_mask, flex, flex_obsta
 from bestiary.kernels.dispatch import choose
 from bestiary.kernels.errors import UnsupportedDispatch
 from bestiary.kernels.precision import at_least_fp32
+
+_aten = torch.ops.aten
+OPERATORS: tuple[Any, ...] = (
+    torch.ops.bestiary.document_attention.default,
+    torch.ops.higher_order.flex_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+)
+"""What runs behind `attention` as one operator; who keeps the outputs of these computes no score twice."""
 
 
 @dataclass

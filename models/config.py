@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from bestiary.models.errors import InvalidConfig
+from bestiary.models.recomputation import Checkpointing
 
 
 class LayerType(StrEnum):
@@ -395,7 +396,7 @@ class DecoderConfig:
     num_labels: int = 1  # scores a document; of a score head alone
     lora: LoRAConfig | None = None
     padding_idx: int | None = field(default=None, compare=False)  # token whose lookup gets no gradient
-    activation_checkpointing: bool = field(default=False, compare=False)
+    activation_checkpointing: bool | Checkpointing = field(default=False, compare=False)  # True: all blocks, in full
     compile_blocks: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -444,6 +445,12 @@ class DecoderConfig:
                 f"num_kv_heads = {self.attention.num_kv_heads}.",
                 remedy="every key/value head serves the same number of query heads",
             )
+
+    @property
+    def checkpointing(self) -> Checkpointing | None:
+        """Which blocks compute what again in the backward pass; None: none."""
+        given = self.activation_checkpointing
+        return given if isinstance(given, Checkpointing) else Checkpointing() if given else None
 
     @property
     def padded_vocab_size(self) -> int:

@@ -1,104 +1,35 @@
-"""The canonical decoder: embed → blocks → norm → head. Families are configurations of it.
-
-pre        x + attn(norm x)              x + mlp(norm x)             Llama, Qwen, GPT-OSS
-post       x + norm(attn x)              x + norm(mlp x)             OLMo 2
-sandwich   x + norm(attn(norm x))        x + norm(mlp(norm x))       Gemma, GLM-4
-parallel   x + attn(norm x) + mlp(norm x)                            Cohere 2
-"""
+"""The canonical decoder: embed → blocks → norm → head. Families are configurations of it."""
 
 import hashlib
 from collections.abc import Container, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
-from torch.utils.checkpoint import checkpoint
 
 from bestiary.kernels.attention import MaskSpec
 from bestiary.kernels.balance import load_balancing_loss
 from bestiary.kernels.divergence import Distillation
 from bestiary.kernels.log_prob import LogProb
 from bestiary.models.cache import Cache
-from bestiary.models.config import DecoderConfig, HeadKind, LayerType, NormPlacement
+from bestiary.models.config import DecoderConfig, HeadKind, LayerType
 from bestiary.models.errors import InvalidConfig, InvalidInput
 from bestiary.models.generation import GenerationMixin
 from bestiary.models.inputs import Inputs, read_inputs, shifted
-from bestiary.models.layers.attention import SelfAttention
+from bestiary.models.layers.block import Block
 from bestiary.models.layers.embedding import Embedding
 from bestiary.models.layers.head import Head
-from bestiary.models.layers.mla import LatentAttention
-from bestiary.models.layers.mlp import MLP
-from bestiary.models.layers.moe import MoEBlock
 from bestiary.models.layers.norm import RMSNorm
 from bestiary.models.layers.rotary import RotaryTable
 from bestiary.models.layers.score import ScoreHead, last_tokens
 from bestiary.models.lora import ADAPTER_LEAVES, Adaptable, check_targets, reset_adapter, sites
 from bestiary.models.output import DecoderOutput
 from bestiary.models.protocol import TrainerProtocol
+from bestiary.models.recomputation import Part, again
 from bestiary.models.sharding import is_spread, put
 
 RopeTables = dict[object, tuple[Tensor, Tensor]]
-
-
-class Block(nn.Module):
-    """One layer: attention and an MLP (or experts), each with its norms and residual."""
-
-    def __init__(self, config: DecoderConfig, index: int) -> None:
-        super().__init__()
-        name, placement = f"model.layers.{index}", config.norm.placement
-        self.rope, self.layer_type = config.rope_of(index), config.layer_types[index]
-        self.residual_multiplier, self.residual_dropout = config.residual_multiplier, config.residual_dropout
-        self.placement = placement
-        attention = SelfAttention if config.attention.mla is None else LatentAttention
-        self.self_attn = attention(config, index, f"{name}.self_attn")
-        self.mlp: MLP | MoEBlock
-        if config.moe is not None and config.is_moe_layer(index):
-            self.mlp = MoEBlock(config, config.moe, f"{name}.mlp")
-        else:
-            self.mlp = MLP(config, f"{name}.mlp")
-        if placement is not NormPlacement.POST:
-            self.input_layernorm = RMSNorm(config.hidden_size, config.norm)
-        if placement is not NormPlacement.PARALLEL:
-            self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm)
-        if placement is NormPlacement.SANDWICH:
-            self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.norm)
-        self.norms_branches = placement in (NormPlacement.POST, NormPlacement.SANDWICH)
-        if self.norms_branches:
-            self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.norm)
-
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: MaskSpec, cache: Cache | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """(B, T, H) → (B, T, H) and the router logits (B·T, E) of a routed layer."""
-        taken = self._before_attention(x)
-        attended = self.self_attn(taken, rope, mask, cache)
-        if self.norms_branches:
-            attended = self.post_attention_layernorm(attended)
-        x = x + self._scaled(attended)
-        fed = self.mlp(taken if self.placement is NormPlacement.PARALLEL else self._before_mlp(x))
-        router_logits = None
-        if isinstance(fed, tuple):
-            fed, router_logits = fed
-        if self.norms_branches:
-            fed = self.post_feedforward_layernorm(fed)
-        return x + self._scaled(fed), router_logits
-
-    def _before_attention(self, x: Tensor) -> Tensor:
-        return x if self.placement is NormPlacement.POST else cast(Tensor, self.input_layernorm(x))
-
-    def _before_mlp(self, x: Tensor) -> Tensor:
-        if self.placement is NormPlacement.POST:
-            return x
-        norm = self.post_attention_layernorm if self.placement is NormPlacement.PRE else self.pre_feedforward_layernorm
-        return cast(Tensor, norm(x))
-
-    def _scaled(self, out: Tensor) -> Tensor:
-        """What a branch adds to the residual: dropped in part while training, then scaled."""
-        if self.residual_dropout and self.training:
-            out = F.dropout(out, self.residual_dropout)
-        return out if self.residual_multiplier == 1.0 else out * self.residual_multiplier
 
 
 class Backbone(nn.Module):
@@ -112,7 +43,7 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm)
         kinds = {config.rope_of(index) for index in range(config.num_hidden_layers)} - {None}
         self._rotary = {rope: RotaryTable(rope) for rope in kinds if rope is not None}
-        self.gradient_checkpointing, self.checkpointing_interval = config.activation_checkpointing, 1
+        self.checkpointing = config.checkpointing
 
     def forward(self, inputs: Inputs, cache: Cache | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Hidden states (B, T, H) after the final norm, and the router logits of the routed layers."""
@@ -122,15 +53,14 @@ class Backbone(nn.Module):
         tables: RopeTables = {rope: table(inputs.position_ids, x.dtype) for rope, table in self._rotary.items()}
         masks = inputs.masks(self.decoder_config, cache)
         router_logits = []
+        recomputes = self.checkpointing if torch.is_grad_enabled() and cache is None else None
         for index, layer in enumerate(self.layers):
             arguments = (x, tables.get(layer.rope), masks[cast(LayerType, layer.layer_type)], cache)
             if self.decoder_config.compile_blocks:
                 _any_length(*arguments[:3])
-            recomputed = self.gradient_checkpointing and index % self.checkpointing_interval == 0
-            if recomputed and torch.is_grad_enabled() and cache is None:
-                x, logits = checkpoint(layer, *arguments, use_reentrant=False)
-            else:
-                x, logits = layer(*arguments)
+            part = None if recomputes is None else recomputes.of(index)
+            halves = () if part is None else (part,)
+            x, logits = again(layer, *arguments) if part is Part.FULL else layer(*arguments, *halves)
             if logits is not None:
                 router_logits.append(logits)
         return self.norm(x), tuple(router_logits)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bestiary.models.config import DecoderConfig, HeadKind, LoRAConfig
 from bestiary.models.errors import InvalidConfig, MissingBridge
+from bestiary.models.recomputation import Checkpointing, Part
 
 if TYPE_CHECKING:
     from bestiary.models.decoder import Backbone
@@ -232,8 +233,8 @@ class TrainerProtocol:
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Whether blocks are recomputed in the backward pass."""
-        return self.model.gradient_checkpointing
+        """Whether blocks, or parts of them, are recomputed in the backward pass."""
+        return self.model.checkpointing is not None
 
     def activation_checkpointing_enable(
         self,
@@ -242,22 +243,25 @@ class TrainerProtocol:
         offload: bool = False,
         *,
         activation_checkpointing_kwargs: dict[str, Any] | None = None,
+        part: Part | str = Part.FULL,
+        first_layers: int | None = None,
     ) -> None:
         """Recompute blocks in the backward pass, one in `every_n_layers`, the first one first.
 
         Args:
-            gradient_checkpointing_kwargs: `use_reentrant`, False or absent; its newer name is the last argument.
+            gradient_checkpointing_kwargs: `use_reentrant`, False or absent; its newer name is the third last argument.
+            part: of a block; see `bestiary.models.recomputation`.   first_layers: of so many; None: of all.
         Raises:
-            InvalidConfig: the reentrant kind, `offload`, or less than 1 layer.
+            InvalidConfig: the reentrant kind, `offload`, an unknown part, or less than 1 layer.
         """
         check_checkpointing(gradient_checkpointing_kwargs or activation_checkpointing_kwargs, every_n_layers, offload)
-        self.model.gradient_checkpointing, self.model.checkpointing_interval = True, every_n_layers
+        self.model.checkpointing = Checkpointing(part=cast(Part, part), every=every_n_layers, first=first_layers)
 
     gradient_checkpointing_enable = activation_checkpointing_enable
 
     def gradient_checkpointing_disable(self) -> None:
         """Keep activations again."""
-        self.model.gradient_checkpointing = False
+        self.model.checkpointing = None
 
     def enable_input_require_grads(self) -> None:
         """Make the embedding's output require a gradient, so that adapters behind checkpoints train."""

@@ -19,6 +19,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from bestiary.models.config import LoRAConfig
+from bestiary.models.recomputation import Checkpointing, Part
 from bestiary.training.data.config import DataConfig, placed_in
 from bestiary.training.errors import InvalidRun
 from bestiary.training.sections import Section, fields_at, read_mapping, validated
@@ -37,14 +38,31 @@ class ModelSection(Section):
 
     Attributes:
         src: checkpoint folder or hub id.   revision: of the hub.
-        checkpointing: blocks whose activations are computed again in the backward pass.
+        checkpointing: what of a block is computed again in the backward pass, in place of being kept: `full` all of it,
+            `selective` all but attention's scores, `attention` or `mlp` the one half of it.
+        checkpoint_every: of the blocks, the first and each so many'th.   checkpoint_first: of so many; None: of all.
         compile: each block by torch.compile.
     """
 
     src: str
     revision: str | None = None
-    checkpointing: Literal["none", "full"] = "none"
+    checkpointing: Literal["none", "full", "selective", "attention", "mlp"] = "none"
+    checkpoint_every: Count = 1
+    checkpoint_first: Count | None = None
     compile: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelSection:
+        if self.checkpointing == "none" and (self.checkpoint_every, self.checkpoint_first) != (1, None):
+            raise ValueError("checkpoint_every and checkpoint_first say of which blocks, and checkpointing = none")
+        return self
+
+    @property
+    def recomputes(self) -> Checkpointing | None:
+        """The same as the model takes it."""
+        if self.checkpointing == "none":
+            return None
+        return Checkpointing(part=Part(self.checkpointing), every=self.checkpoint_every, first=self.checkpoint_first)
 
 
 class LoRASection(Section):
@@ -112,7 +130,8 @@ class OptimSection(Section):
     """The optimiser and its schedule.
 
     Attributes:
-        name: adamw; muon for matrices of the blocks with adamw for all else; sgd.
+        name: adamw; adamw8bit, whose states take a byte each (the extra torchao); muon for matrices of the blocks with
+            adamw for all else; sgd.
         lr: at the top of the schedule; None: 1e-5, with adapters 2e-4.
         weight_decay: of matrices; norms, biases, sinks and embeddings have none.
         schedule: after the warm-up; cosine and linear end at `final` × lr, wsd stays and falls over the last fifth.
@@ -120,7 +139,7 @@ class OptimSection(Section):
         max_grad_norm: of all gradients together; None: unclipped.
     """
 
-    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    name: Literal["adamw", "adamw8bit", "muon", "sgd"] = "adamw"
     lr: Positive | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     eps: Positive = 1e-8

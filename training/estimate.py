@@ -2,8 +2,8 @@
 
     parameters, gradients, optimiser     exact, from the modules themselves on the meta device
     activations     what blocks save for the backward pass: of each token residual and normed states, queries, keys,
-                    values, the output of attention, gate and up of the MLP or of the chosen experts; under activation
-                    checkpointing one residual state a block, and one block's activations
+                    values, the output of attention, gate and up of the MLP or of the chosen experts; of what activation
+                    checkpointing repeats the states between, and once the most that is repeated together
     working         gradients of one block's activations, or the head's chunk of logits and its gradients in fp32
 
 One document fills a pack and every position has a label. The most that torch allocates lies within a factor of 1.5 of
@@ -13,7 +13,7 @@ the sum (small models on a CPU: 0.75 to 1.4); a process holds more, for its allo
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from bestiary.kernels.vocab_tiles import row_chunks
 from bestiary.models import Decoder, DecoderConfig
 from bestiary.models.config import NormPlacement
 from bestiary.models.lora import adapter
+from bestiary.models.recomputation import Part
 from bestiary.training.config import RunConfig
 from bestiary.training.flops import CONVENTION, StepFlops, Totals, Trainable, trained_by_default
 from bestiary.training.memory import GIB
@@ -102,7 +103,7 @@ def estimate(config: RunConfig) -> Estimate:
         CheckpointNotFound, OfflineError, UnsupportedModelType, UnsupportedConfig: of a checkpoint that is named.
     """
     decoder, stored = _read(config.model.src, config.model.revision)
-    decoder = decoder.with_(lora=config.adapters, activation_checkpointing=config.model.checkpointing == "full")
+    decoder = decoder.with_(lora=config.adapters, activation_checkpointing=config.model.recomputes or False)
     dtype = stored if config.precision.parameters is None else getattr(torch, config.precision.parameters)
     compute = dtype if config.precision.compute is None else getattr(torch, config.precision.compute)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -131,7 +132,6 @@ def estimate_step(
     compute: torch.dtype | None = None,
     optimiser: str = "adamw",
     trainable: Trainable | None = None,
-    checkpointed: Container[int] | None = None,
     shards: int = 1,
     labels: int | None = None,
     beside: list[tuple[DecoderConfig, torch.dtype]] | None = None,
@@ -142,37 +142,32 @@ def estimate_step(
         config: of the model, LoRA included.
         tokens: of a micro-batch.   packs: micro-batches of a step, on all devices.
         dtype: of parameters, gradients and optimiser states.   compute: of activations; None: `dtype`.
-        optimiser: adamw, muon or sgd.
-        trainable, checkpointed, labels: as for `StepFlops`.
+        optimiser: adamw, adamw8bit, muon or sgd.
+        trainable, labels: as for `StepFlops`.
         shards: devices that share parameters, gradients and optimiser states.
         beside: config and dtype of frozen models that are asked at every step.
     """
     if trainable is None:
         trainable = trained_by_default(config)
-    if checkpointed is None:
-        checkpointed = range(config.num_hidden_layers if config.activation_checkpointing else 0)
     compute = dtype if compute is None else compute
     sizes = _sizes(config, labels)
     trained = {name: shape for name, shape in sizes.items() if trainable(name)}
     parameters = sum(shape.numel() for shape in sizes.values()) * dtype.itemsize
     gradients = sum(shape.numel() for shape in trained.values()) * dtype.itemsize
-    states = sum(shape.numel() * _states(name, shape, optimiser) for name, shape in trained.items()) * dtype.itemsize
+    states = sum(_states(name, shape, optimiser, dtype) for name, shape in trained.items())
     blocks = range(config.num_hidden_layers)
-    per_token = [_saved(config, index) * compute.itemsize for index in blocks]
-    whole = tokens * sum(per_token)
-    boundary = config.hidden_size * compute.itemsize
-    light = tokens * (sum(boundary for _ in blocks) + max(per_token))
-    kept = sum(boundary if index in checkpointed else per_token[index] for index in blocks)
-    again = max((per_token[index] for index in blocks if index in checkpointed), default=0)
-    activations = tokens * (kept + again)
+    kept, again = zip(*(_kept(config, index, _part(config, index)) for index in blocks), strict=True)
+    light, once = zip(*(_kept(config, index, Part.FULL) for index in blocks), strict=True)
+    activations = tokens * (sum(kept) + max(again)) * compute.itemsize
+    least = tokens * (sum(light) + max(once)) * compute.itemsize
     head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     working = _working(config, tokens, compute, head=labels is None, head_trains=trainable(head))
-    flops = [StepFlops(config, trainable=trainable, checkpointed=checkpointed, labels=labels)]
+    flops = [StepFlops(config, trainable=trainable, labels=labels)]
     flops += [StepFlops(other, backward=False) for other, _ in beside or []]
     one = [each.totals([tokens], 1 if each.scores_documents else tokens) for each in flops]
     savings = {"half of data.pack_length": (activations + working) // 2}
-    if activations > light:
-        savings["model.checkpointing=full"] = whole - light
+    if activations > least:
+        savings["model.checkpointing=full"] = activations - least
     if config.lora is None:
         savings["a section lora"] = (gradients + states) // shards
     savings["twice the processes (parallel.shard)"] = (parameters + gradients + states) // (2 * shards)
@@ -191,17 +186,35 @@ def estimate_step(
     )
 
 
-def _saved(config: DecoderConfig, index: int) -> int:
-    """Elements that block `index` saves for the backward pass, a token."""
+def _part(config: DecoderConfig, index: int) -> Part | None:
+    return None if config.checkpointing is None else config.checkpointing.of(index)
+
+
+def _kept(config: DecoderConfig, index: int, part: Part | None) -> tuple[int, int]:
+    """Elements of a token that block `index` keeps for the backward pass, and those that it computes again at once."""
+    hidden, heads = config.hidden_size, config.attention
+    attention, mlp = _saved(config, index)
+    found: dict[Part | None, tuple[int, int]] = {
+        None: (attention + mlp, 0),
+        Part.FULL: (hidden, attention + mlp),
+        Part.SELECTIVE: (2 * hidden + heads.num_heads * heads.v_head_dim, max(attention, mlp)),
+        Part.ATTENTION: (hidden + mlp, attention),
+        Part.MLP: (attention + hidden, mlp),
+    }
+    return found[part]
+
+
+def _saved(config: DecoderConfig, index: int) -> tuple[int, int]:
+    """Elements that the halves of block `index` save for the backward pass, a token."""
     heads, hidden = config.attention, config.hidden_size
-    states = {NormPlacement.PARALLEL: 3, NormPlacement.SANDWICH: 6}.get(config.norm.placement, 4)
+    states = {NormPlacement.PARALLEL: (2, 1), NormPlacement.SANDWICH: (3, 3)}.get(config.norm.placement, (2, 2))
     again = 1 if heads.qk_norm is not None else 0  # before and after the norm
     q, k = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     v = heads.num_kv_heads * heads.v_head_dim
-    elements = states * hidden + (1 + again) * (q + k) + v + heads.num_heads * heads.v_head_dim
+    attention = states[0] * hidden + (1 + again) * (q + k) + v + heads.num_heads * heads.v_head_dim
     if heads.mla is not None:
-        elements += 2 * (heads.mla.kv_lora_rank + (heads.mla.q_lora_rank or 0))
-    return elements + _inner(config, index, saved=True)
+        attention += 2 * (heads.mla.kv_lora_rank + (heads.mla.q_lora_rank or 0))
+    return attention, states[1] * hidden + _inner(config, index, saved=True)
 
 
 def _inner(config: DecoderConfig, index: int, *, saved: bool) -> int:
@@ -230,9 +243,14 @@ def _working(config: DecoderConfig, tokens: int, compute: torch.dtype, *, head: 
     return max(block, elements * wide.itemsize)
 
 
-def _states(name: str, shape: torch.Size, optimiser: str) -> int:
+def _states(name: str, shape: torch.Size, optimiser: str, dtype: torch.dtype) -> int:
+    """Bytes that an optimiser keeps for a parameter, the counter of its steps left out."""
+    if optimiser == "adamw8bit":
+        size = shape.numel()
+        coded = size >= 4096 and size % 256 == 0  # a byte, and fp32 scales of 256 of them
+        return 2 * (size + size // 64 if coded else size * dtype.itemsize)
     matrix, rest = _STATES[optimiser]
-    return matrix if ".layers." in name and len(shape) == 2 else rest
+    return shape.numel() * (matrix if ".layers." in name and len(shape) == 2 else rest) * dtype.itemsize
 
 
 def _sizes(config: DecoderConfig, labels: int | None) -> dict[str, torch.Size]:

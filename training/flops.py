@@ -11,20 +11,21 @@ What is counted, so that a number can be compared:
     not counted         embedding (a lookup), norms, RoPE, activations, softmax, optimiser; padding of tokens and of
                         the vocabulary; what a kernel computes again inside itself
 
-Activation checkpointing computes blocks a second time. That is work of the hardware and not of the model: it is in
-`hardware` (HFU) and not in `model` (MFU). The convention is that of PaLM (arXiv:2204.02311, appendix B), but for pairs
-that no query sees, and weights without a gradient.
+Activation checkpointing computes blocks, or parts of them, a second time. That is work of the hardware and not of the
+model: it is in `hardware` (HFU) and not in `model` (MFU). The convention is that of PaLM (arXiv:2204.02311, appendix
+B), but for pairs that no query sees, and weights without a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from bestiary.models import Decoder
 from bestiary.models.config import DecoderConfig, MoE, NormPlacement
 from bestiary.models.lora import ADAPTER_LEAVES, adapter
+from bestiary.models.recomputation import Part
 
 CONVENTION = "visible pairs, active experts, targets alone through the head; no embedding, no recomputation in MFU"
 """One line to print beside a figure."""
@@ -133,7 +134,6 @@ class StepFlops:
         config: of the model, LoRA included.
         trainable: whether the parameter of a name trains, e.g. `names.__contains__`; a tied head goes by the name of
             the embedding. None: all of them, or with LoRA the adapters alone.
-        checkpointed: indices of the blocks under activation checkpointing; None: as the config says, all or none.
         backward: False for a model that is only asked: a reference, a teacher, an evaluation.
         labels: outputs of a score head (`score`) in the place of the vocabulary; its targets are sequences.
 
@@ -147,18 +147,15 @@ class StepFlops:
         config: DecoderConfig,
         *,
         trainable: Trainable | None = None,
-        checkpointed: Container[int] | None = None,
         backward: bool = True,
         labels: int | None = None,
     ) -> None:
-        if checkpointed is None:
-            checkpointed = range(config.num_hidden_layers if config.activation_checkpointing else 0)
         if not backward:
-            trainable, checkpointed = _nothing, ()
+            trainable = _nothing
         elif trainable is None:
             trainable = trained_by_default(config)
         self.config, self.scores_documents = config, labels is not None
-        self.products = tuple(_Walk(config, trainable).model(checkpointed, labels))
+        self.products = tuple(_Walk(config, trainable).model(labels))
         self._sums: dict[tuple[Unit, int | None], Totals] = {}
         for product in self.products:
             key = (product.unit, product.window)
@@ -174,8 +171,8 @@ class StepFlops:
             backward: False for a model that is only asked.
         """
         trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        blocks = model.decoder_config.num_hidden_layers if model.is_gradient_checkpointing else 0
-        return cls(model.decoder_config, trainable=trains.__contains__, checkpointed=range(blocks), backward=backward)
+        config = model.decoder_config.with_(activation_checkpointing=model.model.checkpointing or False)
+        return cls(config, trainable=trains.__contains__, backward=backward)
 
     def report(self, lengths: Sequence[int], targets: int) -> FlopReport:
         """FLOPs by product.
@@ -215,12 +212,11 @@ def step_flops(
     lengths: Sequence[int],
     loss_tokens: int,
     trainable: Trainable | None = None,
-    checkpointed: Container[int] | None = None,
     backward: bool = True,
     labels: int | None = None,
 ) -> FlopReport:
     """FLOPs of one step by product; arguments as for `StepFlops`, lengths of documents and number of targets."""
-    flops = StepFlops(config, trainable=trainable, checkpointed=checkpointed, backward=backward, labels=labels)
+    flops = StepFlops(config, trainable=trainable, backward=backward, labels=labels)
     return flops.report(lengths, loss_tokens)
 
 
@@ -258,13 +254,13 @@ class _Walk:
         self.config, self.trains = config, trainable
         self.found: list[Product] = []
 
-    def model(self, checkpointed: Container[int], labels: int | None) -> list[Product]:
+    def model(self, labels: int | None) -> list[Product]:
         live = self.trains("model.embed_tokens.weight")
         for index in range(self.config.num_hidden_layers):
             start = len(self.found)
-            live = self._block(index, live)
-            if live and index in checkpointed:
-                self.found[start:] = [replace(product, recompute=product.forward) for product in self.found[start:]]
+            attended, live = self._block(index, live)
+            found = self.found[start:]
+            self.found[start:] = [self._repeated(product, index, attended, live) for product in found]
         live |= self.trains("model.norm.weight")
         tied = self.config.tie_word_embeddings and labels is None
         name, columns = ("lm_head", self.config.vocab_size) if labels is None else ("score", labels)
@@ -272,7 +268,22 @@ class _Walk:
         self._add(name, "target", self.config.hidden_size * columns, live, self.trains(weight))
         return self.found
 
-    def _block(self, index: int, live: bool) -> bool:
+    def _repeated(self, product: Product, index: int, attended: bool, live: bool) -> Product:
+        """With what is computed again of it, where something flows back to the half or the block that would be."""
+        checkpointing = self.config.checkpointing
+        part = None if checkpointing is None else checkpointing.of(index)
+        of_attention = ".self_attn." in product.name
+        again = {
+            None: False,
+            Part.FULL: live,
+            Part.SELECTIVE: product.unit != "pair" and (attended if of_attention else live),
+            Part.ATTENTION: of_attention and attended,
+            Part.MLP: not of_attention and live,
+        }[part]
+        return replace(product, recompute=product.forward) if again else product
+
+    def _block(self, index: int, live: bool) -> tuple[bool, bool]:
+        """Whether a gradient flows to what attention leaves behind, and to what the block does."""
         name, placement = f"model.layers.{index}", self.config.norm.placement
         sandwich = placement is NormPlacement.SANDWICH
         parallel = placement is NormPlacement.PARALLEL
@@ -282,7 +293,7 @@ class _Walk:
         attended = self._attention(f"{name}.self_attn", index, taken)
         if sandwich or placement is NormPlacement.POST:
             attended |= self.trains(f"{name}.post_attention_layernorm.weight")
-        live |= attended
+        live = middle = live or attended
         fed = taken if parallel else live
         if placement is NormPlacement.PRE:
             fed |= self.trains(f"{name}.post_attention_layernorm.weight")
@@ -295,7 +306,7 @@ class _Walk:
             out = self._mlp(f"{name}.mlp", self.config.intermediate_size, fed)
         if sandwich or placement is NormPlacement.POST:
             out |= self.trains(f"{name}.post_feedforward_layernorm.weight")
-        return live or out
+        return middle, live or out
 
     def _attention(self, name: str, index: int, x: bool) -> bool:
         heads, hidden = self.config.attention, self.config.hidden_size

@@ -1,4 +1,4 @@
-"""Optimisers and learning-rate schedules, torch's own, over the parameters of a decoder."""
+"""Optimisers and learning-rate schedules, torch's own and torchao's, over the parameters of a decoder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from bestiary.training.config import OptimSection
 from bestiary.training.errors import InvalidRun
+from bestiary.training.optim_8bit import AdamW8bit
 
 DECAY_SHARE = 0.2  # of the steps of "wsd" in which the rate falls (arXiv:2404.06395 has a tenth to a fifth)
 
@@ -22,7 +23,7 @@ class Optimisers:
         model: its trainable parameters.
         section: names and numbers.   lr: at the top of the schedule.
     Raises:
-        InvalidRun: nothing trains.
+        InvalidRun: nothing trains; adamw8bit without torchao.
     """
 
     def __init__(self, model: nn.Module, section: OptimSection, lr: float) -> None:
@@ -113,6 +114,8 @@ def _built(named: Mapping[str, nn.Parameter], section: OptimSection, lr: float) 
     if rest:
         # One fused pass over all parameters; on the CPU it is as exact as the loop.
         groups = _groups(rest, section.weight_decay)
+        if section.name == "adamw8bit":
+            return [AdamW8bit(groups, lr=lr, betas=section.betas, eps=section.eps)]
         parts.append(torch.optim.AdamW(groups, lr=lr, betas=section.betas, eps=section.eps, fused=True))
     return parts
 

@@ -25,7 +25,7 @@ from bestiary.bridges.fields import FLOAT_TYPES
 from bestiary.models import AutoDecoder, Decoder
 from bestiary.training.checkpoint import Checkpoints, saved_steps, seed_all
 from bestiary.training.config import RolloutSection, RunConfig
-from bestiary.training.control import Control, named_failures
+from bestiary.training.control import Control, Interruption, named_failures
 from bestiary.training.data.config import DataConfig
 from bestiary.training.data.fingerprint import Fingerprint
 from bestiary.training.data.loader import PackLoader
@@ -73,11 +73,12 @@ class Outcome:
     export: Path | None
 
 
-def run(config: RunConfig, *, also: Sequence[Tracker] = ()) -> Outcome:
+def run(config: RunConfig, *, also: Sequence[Tracker] = (), interruption: Interruption | None = None) -> Outcome:
     """Trains as the configuration says, from the newest resume point in `config.out` if there is one.
 
     Args:
         also: trackers beside those of the configuration, e.g. one that prints.
+        interruption: to stop by from another thread; SIGTERM and SIGINT do it anyway.
     Raises:
         InvalidRun, ParallelRefused: what the configuration asks cannot be done here.
         CheckpointRefused, StateMismatch: the resume point is damaged or of another run.
@@ -89,6 +90,7 @@ def run(config: RunConfig, *, also: Sequence[Tracker] = ()) -> Outcome:
         memory = PeakMemory(here.device)
         trainer, saver, tokenizer = prepare(config, here, memory)
         stack.callback(trainer.loader.close)
+        trainer.interruption = interruption or trainer.interruption
         first = here.rank == 0
         _check_tokenizer(config, tokenizer)
         step = saver.resume(trainer)
@@ -218,8 +220,7 @@ def load_model(config: RunConfig, here: Processes, mesh: DeviceMesh) -> Decoder:
         mesh=spread if spreads else None,
         head="score" if config.recipe == "reward" else None,
     )
-    if config.model.checkpointing == "full":
-        model.activation_checkpointing_enable()
+    model.model.checkpointing = config.model.recomputes
     if config.model.compile:
         model.decoder_config = model.model.decoder_config = model.decoder_config.with_(compile_blocks=True)
         for layer in model.model.layers:

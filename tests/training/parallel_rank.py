@@ -13,8 +13,11 @@ from torch import Tensor
 
 from bestiary.models import Decoder, LoRAConfig
 from bestiary.models.config import MLA, QKNorm, QKNormSpan, Router, RouterKind, SharedExpert
+from bestiary.models.recomputation import Checkpointing, Part
 from bestiary.models.sharding import whole
+from bestiary.training.config import OptimSection
 from bestiary.training.errors import ParallelRefused
+from bestiary.training.optim import Optimisers
 from bestiary.training.parallel import build_mesh, clip_grad_norm, data_parallel, parallelize
 from tests.models.tiny import tiny, tiny_config, tokens
 
@@ -67,16 +70,27 @@ class Case:
     mesh: str
     lora: bool = False
     tied: bool = False
+    again: Part | None = None
+    compiled: bool = False
 
     def model(self) -> Decoder:
         """The same one on every rank."""
         family, changes = {**VARIANTS, "nine experts": ("gpt_oss", {"moe": NINE})}.get(self.family, (self.family, {}))
         targets = ("*_proj*", "mlp.gate") if family == "qwen3_moe" else ("*_proj*",)
         lora = LoRAConfig(r=4, alpha=8, targets=targets) if self.lora else None
-        return tiny(family, **changes, lora=lora, tie_word_embeddings=self.tied, vocab_size=206)
+        again = Checkpointing(part=self.again) if self.again else False
+        return tiny(
+            family,
+            **changes,
+            lora=lora,
+            tie_word_embeddings=self.tied,
+            vocab_size=206,
+            activation_checkpointing=again,
+        )
 
     def __str__(self) -> str:
-        return f"{self.family}-{self.mesh}{'-lora' if self.lora else ''}{'-tied' if self.tied else ''}"
+        more = ("lora" * self.lora, "tied" * self.tied, self.again or "", "compiled" * self.compiled)
+        return "-".join((self.family, self.mesh, *filter(None, more)))
 
 
 CASES = tuple(
@@ -89,6 +103,11 @@ CASES = tuple(
 CASES += tuple(Case(family, "tensor", lora) for family in VARIANTS for lora in (False, True))
 CASES += tuple(Case("nine experts", "sharded", lora) for lora in (False, True))
 CASES += tuple(Case("shared expert, groups", mesh) for mesh in ("sharded", "expert"))
+CASES += (
+    Case("qwen3_moe", "sharded", again=Part.SELECTIVE),
+    Case("qwen3_moe", "expert", lora=True, again=Part.MLP),
+    Case("gpt_oss", "tensor", again=Part.SELECTIVE),
+)
 
 
 def positions() -> Tensor:
@@ -146,6 +165,20 @@ def result(case: Case) -> dict[str, Any]:
     return found
 
 
+def stepped(mesh: str | None, name: str) -> dict[str, Tensor]:
+    """Weights after one step of an optimiser on the whole batch; None: in one process."""
+    model = tiny("qwen3", vocab_size=206)
+    rows = slice(None)
+    if mesh is not None:
+        made = build_mesh(**MESHES[mesh])
+        data, share = data_parallel(made), ROWS // data_parallel(made).size
+        model, rows = parallelize(model, made), slice(data.rank * share, (data.rank + 1) * share)
+    optimiser = Optimisers(model, OptimSection(name=name, weight_decay=0.1), 1e-3)
+    step(model, rows, (1 if mesh is None else data.size) / units())
+    optimiser.step()
+    return {key: whole(parameter.detach()).clone() for key, parameter in model.named_parameters()}
+
+
 def refusals() -> dict[str, str]:
     """Messages of calls that cannot be served."""
     tensor, plain = {"tensor": 2}, {"num_heads": 3, "num_kv_heads": 3}
@@ -184,7 +217,8 @@ def run(rank: int, store: Path) -> dict[str, dict[str, Any]]:
     shared, patience = dist.FileStore(str(store), WORLD), timedelta(seconds=60)  # the other one may die
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=WORLD, timeout=patience)
     try:
-        return {"refused": refusals(), **{str(case): result(case) for case in CASES}}
+        eight = {mesh: stepped(mesh, "adamw8bit") for mesh in ("sharded", "tensor")}
+        return {"refused": refusals(), "stepped": eight, **{str(case): result(case) for case in CASES}}
     finally:
         gc.collect()  # wrappers lie in cycles and hold threads of the group: they go before it does
         dist.destroy_process_group()

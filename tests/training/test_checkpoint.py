@@ -21,6 +21,7 @@ SETTINGS = {
     "full": {},
     "lora": {"lora": True},
     "muon": {"optim": OptimSection(name="muon", lr=3e-3, warmup=2)},
+    "8 bits": {"optim": OptimSection(name="adamw8bit", lr=3e-3, warmup=2), "dtype": torch.float32},
     "bf16": {"dtype": torch.bfloat16},
     "experts": {"family": "gpt_oss"},
 }

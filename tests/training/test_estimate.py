@@ -1,19 +1,20 @@
 """The estimate of a step: exact where it can be, and near the measured peak where it cannot."""
 
 import json
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from bestiary.models import Decoder, DecoderConfig, LoRAConfig
 from bestiary.models.config import Attention, MoE, Norm, QKNorm, Rope, Router, RouterKind
-from bestiary.training.config import RunConfig
+from bestiary.models.recomputation import Checkpointing, Part
+from bestiary.tools.bench.recompute import peak_of_a_step
+from bestiary.training.config import OptimSection, RunConfig
 from bestiary.training.estimate import Estimate, estimate, estimate_step
 from bestiary.training.flops import StepFlops
+from bestiary.training.optim import Optimisers
 
 FACTOR = 1.5  # as the module says
 TOKENS = 4096
@@ -29,28 +30,18 @@ CONFIG = DecoderConfig(
 )
 
 
-def peak_of_a_step(config: DecoderConfig, tokens: int) -> int:
-    """The most bytes that torch held, model and optimiser included."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
-        model = Decoder(config, dtype=torch.float32).train()
-        optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-        ids = torch.randint(config.vocab_size, (1, tokens))
-        model(ids, labels=ids).loss.backward()
-        optimiser.step()
-    assert seen.profiler is not None
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-
-
 @pytest.mark.parametrize(
     "changes",
     [
         {},
         {"activation_checkpointing": True},
+        {"activation_checkpointing": Checkpointing(part=Part.SELECTIVE)},
+        {"activation_checkpointing": Checkpointing(part=Part.ATTENTION, every=2)},
+        {"activation_checkpointing": Checkpointing(part=Part.MLP)},
         {"lora": LoRAConfig(r=4, alpha=8.0, targets=("*_proj",))},
         {"moe": MoE(num_experts=8, intermediate_size=64, router=Router(kind=RouterKind.SOFTMAX_TOPK, top_k=3))},
     ],
-    ids=["full", "checkpointing", "lora", "experts"],
+    ids=["full", "checkpointing", "selective", "every second attention", "mlp", "lora", "experts"],
 )
 def test_the_estimate_is_near_the_measured_peak(changes: dict[str, Any]) -> None:
     config = CONFIG.with_(**changes)
@@ -72,6 +63,14 @@ def test_parameters_gradients_and_states_are_those_of_the_model() -> None:
         assert found.parameters == sum(parameter.nbytes for parameter in model.parameters())
         assert found.gradients == sum(parameter.nbytes for parameter in trained)
         assert found.optimiser == sum(state.nbytes for state in states)
+
+
+def test_states_of_eight_bits_are_counted_as_torchao_makes_them() -> None:
+    model = Decoder(CONFIG, dtype=torch.float32)
+    optimiser = Optimisers(model, OptimSection(name="adamw8bit"), 1e-3)
+    tensors = optimiser.tensors(dict(model.named_parameters()))
+    found = estimate_step(CONFIG, tokens=64, dtype=torch.float32, optimiser="adamw8bit").optimiser
+    assert found == sum(tensor.nbytes for name, tensor in tensors.items() if "exp_avg" in name)
 
 
 def test_each_knob_saves_what_it_says() -> None:

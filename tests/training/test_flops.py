@@ -16,6 +16,7 @@ from bestiary.kernels.attention import MaskSpec
 from bestiary.kernels.dispatch import force
 from bestiary.models import Decoder, DecoderConfig, LoRAConfig
 from bestiary.models.config import MLA, Attention, LayerType, Norm, Rope
+from bestiary.models.recomputation import Checkpointing, Part
 from bestiary.tools.catalogue import families
 from bestiary.training.flops import FlopReport, StepFlops, step_flops, visible_pairs
 
@@ -174,17 +175,34 @@ def test_gradients_cost_where_they_flow_and_nowhere_else(trains: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "lora", [None, LoRAConfig(r=4, alpha=8.0, targets=("layers.1.*o_proj",))], ids=["full", "lora"]
+    "lora", [None, LoRAConfig(r=4, alpha=8.0, targets=("layers.1.*o_proj",))], ids=["trained", "lora"]
 )
-def test_checkpointing_costs_hardware_and_not_the_model(lora: LoRAConfig | None) -> None:
+@pytest.mark.parametrize(
+    "checkpointing",
+    [
+        Checkpointing(),
+        Checkpointing(part=Part.ATTENTION),
+        Checkpointing(part=Part.MLP, every=2),
+        Checkpointing(first=2),
+    ],
+    ids=["full", "attention", "every second MLP", "the first two"],
+)
+def test_checkpointing_costs_hardware_and_not_the_model(lora: LoRAConfig | None, checkpointing: Checkpointing) -> None:
     """Blocks below the first that trains are not computed again: nothing of theirs is asked for."""
     config = small(families()["Gemma3"], lora=lora)
     plain_model, checkpointed = (
-        families()["Gemma3"](c, dtype=torch.float64) for c in (config, config.with_(activation_checkpointing=True))
+        families()["Gemma3"](config.with_(activation_checkpointing=how), dtype=torch.float64)
+        for how in (False, checkpointing)
     )
     check(checkpointed, hardware=True)
     same = [StepFlops(model.decoder_config).totals(DOCUMENTS, 5).model for model in (plain_model, checkpointed)]
     assert same[0] == same[1]
+
+
+def test_selective_checkpointing_repeats_every_product_and_no_pair() -> None:
+    config = small(families()["Gemma3"], activation_checkpointing=Checkpointing(part=Part.SELECTIVE))
+    rows = step_flops(config, lengths=DOCUMENTS, loss_tokens=5).rows
+    assert all(row.recompute == (0 if row.name.endswith(("attention", "lm_head")) else row.forward) for row in rows)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])

@@ -1,9 +1,11 @@
 """Optimisers and schedules."""
 
+import sys
 from itertools import pairwise
 
 import pytest
 import torch
+import torchao.optim
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +28,7 @@ def stepped(section, **changes):
     return model, before, optimiser
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon", "sgd"])
 def test_every_trained_parameter_moves_and_no_other(name):
     model, before, _ = stepped(OptimSection(name=name), lora=LoRAConfig(r=2, alpha=4.0, targets=("*_proj",)))
     for key, parameter in model.named_parameters():
@@ -34,7 +36,7 @@ def test_every_trained_parameter_moves_and_no_other(name):
         assert moved == parameter.requires_grad, key
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon", "sgd"])
 def test_weight_decay_is_for_matrices_of_the_blocks(name):
     """Without a gradient's size, decay alone pulls on a weight: lr × decay × weight."""
     with_, _, _ = stepped(OptimSection(name=name, weight_decay=0.5))
@@ -51,6 +53,35 @@ def test_the_rate_of_every_group_is_set():
     optimiser.set_lr(0.25)
     assert {group["lr"] for part in optimiser.parts for group in part.param_groups} == {0.25}
     assert [type(part).__name__ for part in optimiser.parts] == ["Muon", "AdamW"]
+
+
+def test_states_of_eight_bits_are_small_and_step_as_those_of_torchao():
+    """Of large weights a byte a value and a scale for 256 of them."""
+    model, theirs = tiny("qwen3", torch.float32), tiny("qwen3", torch.float32)
+    optimiser = Optimisers(model, OptimSection(name="adamw8bit"), 1e-3)
+    peer = torchao.optim.AdamW8bit(theirs.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for _ in range(4):
+        for made in (model, theirs):
+            made.zero_grad()
+            made(IDS, labels=IDS).loss.backward()
+        optimiser.step()
+        with torch.compiler.set_stance("force_eager"):
+            peer.step()
+    named = dict(model.named_parameters())
+    states = optimiser.tensors(named)
+    for (key, parameter), weight in zip(named.items(), theirs.parameters(), strict=True):
+        assert torch.equal(parameter, weight), key
+        size = sum(state.nbytes for name, state in states.items() if name.startswith(f"{key}.exp_avg"))
+        coded = parameter.numel() >= 4096 and parameter.numel() % 256 == 0
+        assert size == 2 * (parameter.numel() * 65 // 64 if coded else parameter.nbytes), key
+    assert any("codes" in name for name in states)
+
+
+def test_a_missing_torchao_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(InvalidRun, match="torchao is not installed") as caught:
+        stepped(OptimSection(name="adamw8bit"))
+    assert "bestiary[torchao]" in caught.value.remedy
 
 
 def test_a_model_that_does_not_train_is_refused():
