@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bestiary.tools.arguments import at_least
+
 if TYPE_CHECKING:
     from bestiary.training.config import RunConfig
 
@@ -27,6 +29,8 @@ examples:
   bestiary {name} run.yaml optim.lr=2e-5 lora.r=16 out=runs/second
   bestiary {name} run.yaml --dry-run
   torchrun --nproc-per-node 8 -m bestiary.tools.cli {name} run.yaml data.streams=8
+  accelerate launch --multi_gpu --num_processes 8 -m bestiary.tools.cli {name} run.yaml data.streams=8
+  bestiary {name} run.yaml --ray 8 data.streams=8
 
 run.yaml:
   model: {{src: Qwen/Qwen3-0.6B}}
@@ -53,6 +57,12 @@ def add_training(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
         command.add_argument("config", metavar="CONFIG", type=Path, help="the run's file (YAML or JSON)")
         command.add_argument("changes", metavar="KEY=VALUE", nargs="*", help="of the file, dotted: optim.lr=1e-5")
         command.add_argument("--dry-run", action="store_true", help="print the whole configuration, train nothing")
+        command.add_argument(
+            "--ray",
+            metavar="N",
+            type=at_least(1),
+            help="in N actors of Ray (RAY_ADDRESS: a cluster; else this machine)",
+        )
         if name == "distill":
             command.add_argument(
                 "--store-teacher",
@@ -77,7 +87,13 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     from bestiary.training.progress import reporter
     from bestiary.training.run import run
 
-    outcome = run(config, also=(reporter(sys.stdout, quiet=quiet),))
+    shown = (reporter(sys.stdout, quiet=quiet),)
+    if args.ray is None:
+        outcome = run(config, also=shown)
+    else:
+        from bestiary.training.launch import launch
+
+        outcome = launch(config, args.ray, also=shown)
     if not quiet:
         ended = f" ({outcome.stopped})" if outcome.stopped else ""
         print(f"step {outcome.step} of {outcome.steps}{ended} · {config.out}")

@@ -45,12 +45,17 @@ def processes(timeout_s: float) -> Iterator[Processes]:
     Args:
         timeout_s: after which a silent process is given up.
     Raises:
-        InvalidRun: part of the environment is missing.
+        InvalidRun: part of the environment is missing; a launcher that started one process of several.
     """
     given = [name for name in _NAMES if name in os.environ]
     if given and "WORLD_SIZE" in given and len(given) < len(_NAMES):
         missing = sorted(set(_NAMES) - set(given))
         raise InvalidRun(f"WORLD_SIZE is set and {missing[0]} is not.", remedy="start with torchrun, or unset it")
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise InvalidRun(
+            "accelerate launch was asked for several processes and started one.",
+            remedy="accelerate launch --multi_gpu --num_processes N, on CPUs too; or torchrun --nproc-per-node N",
+        )
     device = _device()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)

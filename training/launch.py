@@ -1,0 +1,250 @@
+"""A run on Ray: N identical actors, each a process as torchrun would start it. The driver starts, listens and stops.
+
+RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are set in every actor, which then calls
+`bestiary.training.run.run` with the same configuration; rendezvous, collectives and checkpoints are torch's own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+from bestiary.kernels.errors import BestiaryError
+from bestiary.training.config import RunConfig
+from bestiary.training.control import Interruption
+from bestiary.training.errors import InvalidRun, RankLost
+from bestiary.training.run import Outcome, run
+from bestiary.training.tracking import RunInfo, Tracker
+
+POLL_S = 0.2
+GRACE_S = 5.0  # in which the process that failed first is told from those that lost it
+_DIED = "actor"
+Event = tuple[str, tuple[Any, ...]]
+
+
+class Member:
+    """One process of the run; what an actor is made of."""
+
+    def __init__(self) -> None:
+        self._interruption, self._events = Interruption(), _Events()
+
+    def address(self) -> tuple[str, int]:
+        """A name of this node for the others, and a free port."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as free:
+            free.bind((host, 0))
+            return host, int(free.getsockname()[1])
+
+    def run(self, config: Mapping[str, Any], folder: str, environment: Mapping[str, str]) -> Outcome | BestiaryError:
+        """Train.
+
+        Args:
+            config: as plain values.   folder: that relative paths in it count from.   environment: of this rank.
+        Returns:
+            The outcome, or the error that ended it.
+        """
+        try:
+            if not Path(folder).is_dir():
+                raise InvalidRun(
+                    f"{folder} is not there on {socket.gethostname()}.",
+                    remedy="start from a folder that all nodes share",
+                )
+            os.chdir(folder)
+            os.environ.update(environment)
+            also = (self._events,) if environment["RANK"] == "0" else ()
+            return run(RunConfig.model_validate(config), also=also, interruption=self._interruption)
+        except BestiaryError as error:
+            return error
+
+    def events(self) -> list[Event]:
+        """What trackers of the first process were told since the last call."""
+        return self._events.taken()
+
+    def stop(self, by: str) -> None:
+        """End behind the step that runs, with a checkpoint."""
+        self._interruption.by = by
+
+
+class _Events:
+    """A tracker whose calls are made again in another process."""
+
+    def __init__(self) -> None:
+        self._found: list[Event] = []
+        self._lock = threading.Lock()
+
+    def taken(self) -> list[Event]:
+        with self._lock:
+            found, self._found = self._found, []
+        return found
+
+    def _add(self, name: str, *arguments: Any) -> None:
+        with self._lock:
+            self._found.append((name, arguments))
+
+    def start(self, run: RunInfo) -> None:
+        self._add("start", run)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._add("log", step, dict(values))
+
+    def close(self) -> None:
+        self._add("close")
+
+
+def launch(config: RunConfig, processes: int, *, also: Sequence[Tracker] = ()) -> Outcome:
+    """`run(config)` in `processes` actors of Ray, one CPU core each and, where the cluster has as many, one GPU each.
+
+    A session of this process is used and left as it is; otherwise the cluster that RAY_ADDRESS names, or one on this
+    machine that ends with the run. Actors print where they run and Ray shows it here; figures of steps come to `also`.
+    SIGTERM or SIGINT here ends the run behind its step, with a checkpoint.
+
+    Args:
+        also: trackers in this process.
+    Returns:
+        The outcome in the first process.
+    Raises:
+        InvalidRun: Ray is not installed, or has no room for so many actors.
+        RankLost: an actor died; the others are stopped, and the same call goes on from the newest checkpoint.
+        BestiaryError: what ended the run in the actor where it began.
+    """
+    ray = _ray()
+    with _session(ray, processes):
+        _check_room(ray, processes)
+        gpus = 1 if ray.cluster_resources().get("GPU", 0) >= processes else 0
+        # Threads: figures are asked for, and a stop is told, while `run` runs.
+        actor = ray.remote(num_cpus=1, num_gpus=gpus, max_concurrency=2, max_restarts=0)(Member)
+        members = [actor.remote() for _ in range(processes)]
+        try:
+            return _followed(ray, config, members, also)
+        finally:
+            for member in members:
+                ray.kill(member, no_restart=True)
+
+
+def _followed(ray: Any, config: RunConfig, members: Sequence[Any], also: Sequence[Tracker]) -> Outcome:
+    """Start all, pass on what the first one tells, and end with its outcome or with the first failure."""
+    places = [member.address.remote() for member in members]
+    ready, waiting = ray.wait(places, num_returns=len(places), timeout=config.loop.timeout_s)
+    if waiting:
+        raise InvalidRun(
+            f"Ray has started {len(ready)} of {len(members)} actors in loop.timeout_s = {config.loop.timeout_s:g} s.",
+            remedy="`ray status` shows what else its cores and GPUs are given to",
+        )
+    host, port = ray.get(places[0])
+    shared = {"WORLD_SIZE": str(len(members)), "MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
+    plain = config.model_dump(mode="json")
+    running = {
+        member.run.remote(plain, os.getcwd(), shared | {"RANK": str(rank)}): rank for rank, member in enumerate(members)
+    }
+    outcomes: dict[int, Outcome] = {}
+    failures: list[BestiaryError] = []
+    deadline = float("inf")
+    with _stopping(members):
+        while running and time.monotonic() < deadline:
+            done, _ = ray.wait(list(running), num_returns=1, timeout=POLL_S)
+            _relay(ray, members[0], also)
+            for reference in done:
+                rank = running.pop(reference)
+                found = _result(ray, reference, rank)
+                if isinstance(found, BestiaryError):
+                    failures.append(found)
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                else:
+                    outcomes[rank] = found
+            if any(_is_cause(error) for error in failures):
+                break
+    if failures:
+        raise next((error for error in failures if _is_cause(error)), failures[0])
+    return outcomes[0]
+
+
+def _is_cause(error: BestiaryError) -> bool:
+    """Whether it says more than that another process was lost."""
+    return not isinstance(error, RankLost) or error.what.startswith(_DIED)
+
+
+def _result(ray: Any, reference: Any, rank: int) -> Outcome | BestiaryError:
+    try:
+        return cast("Outcome | BestiaryError", ray.get(reference))
+    except ray.exceptions.RayActorError as error:
+        return RankLost(
+            f"{_DIED} {rank} of the run died ({str(error).splitlines()[0][:160]}); the others were stopped.",
+            remedy="look for what it printed last; the same command goes on from the newest checkpoint",
+        )
+
+
+def _relay(ray: Any, first: Any, also: Sequence[Tracker]) -> None:
+    """Make the calls of the first process's tracker here. One that died has nothing more to tell."""
+    with suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        for name, arguments in ray.get(first.events.remote(), timeout=POLL_S * 10):
+            for tracker in also:
+                getattr(tracker, name)(*arguments)
+
+
+@contextmanager
+def _stopping(members: Sequence[Any]) -> Iterator[None]:
+    """SIGTERM and SIGINT tell every member to stop behind its step; a second one ends at once."""
+    heard: list[str] = []
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        if heard:
+            raise KeyboardInterrupt
+        heard.append(signal.Signals(number).name)
+        for member in members:
+            member.stop.remote(heard[0])
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    known = {number: signal.signal(number, tell) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in known.items():
+            signal.signal(number, handler)
+
+
+def _ray() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise InvalidRun("a run on Ray, and ray is not installed.", remedy="pip install 'bestiary[ray]'") from error
+    return ray
+
+
+@contextmanager
+def _session(ray: Any, processes: int) -> Iterator[None]:
+    """A session of Ray: this process's own, or one that ends here."""
+    if ray.is_initialized():
+        yield
+        return
+    if "RAY_ADDRESS" in os.environ:
+        ray.init()
+    else:
+        ray.init(num_cpus=max(processes, os.cpu_count() or 1), include_dashboard=False)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        ray.shutdown()
+
+
+def _check_room(ray: Any, processes: int) -> None:
+    cores = int(ray.cluster_resources().get("CPU", 0))
+    if cores < processes:
+        raise InvalidRun(
+            f"{processes} processes on Ray, which has {cores} CPU cores.",
+            remedy="as many processes as it has cores, or more nodes",
+        )
