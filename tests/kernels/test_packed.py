@@ -198,6 +198,30 @@ def test_copies_go_with_their_block(error: type[BaseException] | None, copies: l
     assert len(copies) == 1
 
 
+def test_memory_that_runs_out_while_packing_takes_no_copy_along(
+    copies: list["weakref.ref[Tensor]"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever keeps the error, and with it the frames it went through, keeps no copies."""
+    x, weight = setting()
+    pack = packed._pack
+
+    def full(weight: Tensor) -> Tensor:
+        if copies:
+            raise MemoryError
+        return pack(weight)
+
+    def two_products() -> None:
+        with packed_weights(uses=USES, rows=BATCH):
+            linear(x, weight)
+            linear(x, nn.Parameter(weight + 1))
+
+    monkeypatch.setattr(packed, "_pack", full)
+    with pytest.raises(MemoryError) as kept:
+        two_products()
+    assert kept.tb is not None
+    assert [copy() is None for copy in copies] == [True]
+
+
 def test_blocks_inside_blocks_and_beside_them_keep_their_own(copies: list["weakref.ref[Tensor]"]) -> None:
     """The inner one and the other thread end without a change to the outer one."""
     x, weight = setting()
