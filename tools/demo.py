@@ -5,8 +5,12 @@
     generate   greedy text with our model and its cache, from a short prompt and from one longer than the window
     export     our model as a Hugging Face folder, every tensor bit-equal to what was read
     reload     that folder in transformers: the same greedy continuations, token by token
+    fine-tune  LoRA by the sft recipe on real text: the loss on held-out text has to fall
+    merge      the adapter folded into its base, and the bridge verified on the result
+    adapter    the exported adapter in PEFT on transformers' model: the same logits
 
-The text is the docstrings of Python's standard library. Results: verdict.json and metrics.jsonl in the output folder.
+The text is the docstrings of Python's standard library, which every machine with Python has. Results: verdicts and
+metrics.jsonl in the output folder, the run's own configuration and metrics in its folder `fine-tune`.
 The weights were quantised to 4 bits by somebody else: right for showing that two programs agree, not for quality.
 """
 
@@ -17,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +29,17 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from bestiary.kernels.errors import BestiaryError
-from bestiary.tools import assets, stdlib_text
+from bestiary.tools import assets, demo_tuning, stdlib_text
 from bestiary.tools.arguments import Parser, at_least, write_json
+from bestiary.tools.demo_steps import Step, StepFailed, Tie, megabytes
+from bestiary.tools.demo_tuning import Tuning
 
 ASSET = "gemma-3-270m"
 WINDOW = 512  # of Gemma 3 270M
 TOKENS = 2 * WINDOW  # verified text: as much as the verifier compares at this vocabulary
 PROMPT = "The Python standard library is"
-NUMERIC, INCONCLUSIVE = 1, 5  # exit codes, as `verify-bridge` counts them
+MERGED_TOKENS = WINDOW + 64  # verified of the merged checkpoint: a full verdict needs text beyond the window
+COMPARED_TOKENS = 128  # whose logits PEFT, ours and the merged checkpoint have to share
 TIE = 1e-3
 """A gap between the two best logits below which fp32 rounding may choose either."""
 
@@ -47,37 +53,15 @@ exit codes: 0 every step passed, 1 numbers differ, 2 keys or files, 5 inconclusi
 7 usage or environment (packages not installed)"""
 
 
-class StepFailed(BestiaryError):
-    """A step whose result is not what it must be."""
-
-    exit_code = NUMERIC
-
-
-class Tie(StepFailed):
-    """Continuations that part where two tokens are equally likely up to rounding."""
-
-    exit_code = INCONCLUSIVE
-
-
-@dataclass
-class Step:
-    """One row of the result: what it found, how long it took, and figures for `metrics.jsonl`."""
-
-    name: str
-    seconds: float = 0.0
-    ok: bool = False
-    result: str = ""
-    figures: dict[str, Any] = field(default_factory=dict)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo; returns its exit code."""
     parser = Parser("bestiary.tools.demo", __doc__, EXAMPLES)
     parser.add_argument("--out", type=Path, help="folder of results (default: out/demo of the checkout)")
     parser.add_argument("--new-tokens", type=at_least(1), default=32, help="to generate per prompt (default 32)")
+    parser.add_argument("--steps", type=at_least(1), default=Tuning.steps, help="of fine-tuning (default %(default)s)")
     args = parser.parse_args(argv)
     out: Path = args.out or assets.output_folder() / "demo"
-    demo = Demo(out, args.new_tokens, Console(stderr=True))
+    demo = Demo(out, args.new_tokens, Console(stderr=True), Tuning(steps=args.steps))
     code, error = 0, None
     try:
         demo.run()
@@ -99,10 +83,11 @@ class Demo:
         out: folder of results, created.
         new_tokens: to generate per prompt.
         console: where progress is shown.
+        tuning: how long it fine-tunes.
     """
 
-    def __init__(self, out: Path, new_tokens: int, console: Console) -> None:
-        self.out, self.new_tokens, self.console = out, new_tokens, console
+    def __init__(self, out: Path, new_tokens: int, console: Console, tuning: Tuning) -> None:
+        self.out, self.new_tokens, self.console, self.tuning = out, new_tokens, console, tuning
         self.steps: list[Step] = []
         self.start = time.perf_counter()
         self.shown: list[str] = []  # the short prompt and its continuation
@@ -115,30 +100,39 @@ class Demo:
             StepFailed, or the typed error of what failed; the step is recorded as not ok.
         """
         with self._step("assemble") as step:
+            demo_tuning.check_packages()
             folder = assets.checkpoint(ASSET)
             text = stdlib_text.text(TOKENS * 8)
-            step.result = f"{ASSET}, {_megabytes(folder):.0f} MB in bf16"
+            step.result = f"{ASSET}, {megabytes(folder):.0f} MB in bf16"
         with self._step("verify") as step:
-            self._verify(step, folder, text)
+            self._verify(step, folder, text, TOKENS, "verdict.json")
         with self._step("generate") as step:
             prompts, ours = self._generate(step, folder, text)
         with self._step("export") as step:
             exported = self._export(step, folder)
         with self._step("reload") as step:
             self._reload(step, exported, prompts, ours)
+        with self._step("fine-tune") as step:
+            adapter = demo_tuning.fine_tune(step, folder, self.out / "fine-tune", self.tuning, self.describe)
+        with self._step("merge") as step:
+            merged = demo_tuning.merge(adapter, self.out / "merged")
+            self._verify(step, merged, text, MERGED_TOKENS, "verdict-merged.json")
+            step.result = f"{megabytes(merged):.0f} MB in float32: {step.result}"
+        with self._step("adapter") as step:
+            demo_tuning.compare_adapter(step, folder, adapter, merged, prompts[1][:, :COMPARED_TOKENS])
 
-    def _verify(self, step: Step, folder: Path, text: str) -> None:
-        """`verify-bridge` on the checkpoint and the beginning of the text; writes `verdict.json`."""
+    def _verify(self, step: Step, folder: Path, text: str, tokens: int, file: str) -> None:
+        """`verify-bridge` on a checkpoint and the beginning of the text; writes the verdict to `file`."""
         from transformers import AutoTokenizer
 
         from bestiary.verify.checkpoint import run_checkpoint
         from bestiary.verify.report import text as as_text
         from bestiary.verify.verdict import report
 
-        ids = AutoTokenizer.from_pretrained(folder)(text)["input_ids"][:TOKENS]
+        ids = AutoTokenizer.from_pretrained(folder)(text)["input_ids"][:tokens]
         verdict = run_checkpoint(folder, token_ids=ids, progress=self.describe)
         result = report([verdict])
-        (self.out / "verdict.json").write_text(result.to_json() + "\n", encoding="utf-8")
+        (self.out / file).write_text(result.to_json() + "\n", encoding="utf-8")
         levels = [f"{level.id} {level.passed}/{level.planned}" for level in verdict.levels]
         worst = [level.worst for level in verdict.levels if level.worst is not None]
         figures = [
@@ -181,7 +175,7 @@ class Demo:
         AutoDecoder.from_pretrained(folder).save_pretrained(target, overwrite=True)
         compared = _bit_equal(folder, target)
         step.figures = {"demo/tensors": compared}
-        step.result = f"{compared} tensors bit-equal, {_megabytes(target):.0f} MB"
+        step.result = f"{compared} tensors bit-equal, {megabytes(target):.0f} MB"
         return target
 
     def _reload(self, step: Step, exported: Path, prompts: list[Any], ours: list[Any]) -> None:
@@ -210,7 +204,7 @@ class Demo:
     def _step(self, name: str) -> Iterator[Step]:
         step = Step(name)
         self.steps.append(step)
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         start = time.perf_counter()
         try:
             shown = self.console.is_terminal
@@ -333,10 +327,6 @@ def _quiet() -> Iterator[None]:
 def _describer(progress: Progress, name: str) -> Callable[[str], None]:
     task = progress.add_task(name)
     return lambda detail: progress.update(task, description=f"{name}: {detail}")
-
-
-def _megabytes(folder: Path) -> float:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
 
 
 if __name__ == "__main__":

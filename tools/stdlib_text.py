@@ -23,10 +23,14 @@ class NoStandardLibrary(BestiaryError):
 
 @dataclass(frozen=True)
 class Docstring:
-    """One docstring: `name` is dotted (`json.decoder.JSONDecoder.decode`), `text` as `ast.get_docstring` cleans it."""
+    """One docstring: `text` as `ast.get_docstring` cleans it.
+
+    `name` is dotted (`json.decoder.JSONDecoder.decode`) and begins with that of the `module` (`json.decoder`).
+    """
 
     name: str
     text: str
+    module: str
 
 
 def docstrings(root: Path | None = None) -> Iterator[Docstring]:
@@ -46,7 +50,7 @@ def docstrings(root: Path | None = None) -> Iterator[Docstring]:
             tree = ast.parse(path.read_bytes())
         except SyntaxError:  # a template, or a file kept broken on purpose
             continue
-        yield from _of(tree, name)
+        yield from _of(tree, name, name)
 
 
 def text(characters: int, root: Path | None = None) -> str:
@@ -65,16 +69,38 @@ def text(characters: int, root: Path | None = None) -> str:
     return "\n\n".join(parts)
 
 
-def _of(node: ast.AST, name: str) -> Iterator[Docstring]:
+def documents(root: Path | None = None, *, every: int = 10) -> tuple[list[str], list[str]]:
+    """One text a module, its docstrings with an empty line between, in two parts that share no package.
+
+    Args:
+        root: the library's folder, default: of the running Python.
+        every: of the packages and modules at the top, by name, the last of so many is held out with all below it.
+    Returns:
+        Texts to train on, and those held out.
+    Raises:
+        NoStandardLibrary.
+    """
+    modules: dict[str, list[str]] = {}
+    for docstring in docstrings(root):
+        modules.setdefault(docstring.module, []).append(docstring.text)
+    tops = sorted({module.partition(".")[0] for module in modules})
+    held_out = set(tops[every - 1 :: every])
+    parts: tuple[list[str], list[str]] = [], []
+    for module, texts in modules.items():
+        parts[module.partition(".")[0] in held_out].append("\n\n".join(texts))
+    return parts
+
+
+def _of(node: ast.AST, name: str, module: str) -> Iterator[Docstring]:
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         found = ast.get_docstring(node)
         if found and found.strip():
-            yield Docstring(name, found)
+            yield Docstring(name, found, module)
     for child in ast.iter_child_nodes(node):
         inner = (
             f"{name}.{child.name}" if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else name
         )
-        yield from _of(child, inner)
+        yield from _of(child, inner, module)
 
 
 def _module_name(relative: Path) -> str:

@@ -180,12 +180,14 @@ class EvaluationSection(Section):
     Attributes:
         sources: as those of `data`; tokenizer and packing are its.   every: steps.   packs: of each pass, at most.
         patience: passes without a better loss after which the run stops; None: never.
+        at_start: a pass before the first step too, logged as step 0.
     """
 
     sources: tuple[dict[str, Any], ...]
     every: Count = 50
     packs: Count = 16
     patience: Count | None = None
+    at_start: bool = False
 
 
 class LoopSection(Section):

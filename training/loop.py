@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bestiary.models import Decoder
-from bestiary.training.config import LoopSection, OptimSection
+from bestiary.training.config import EvaluationSection, LoopSection, OptimSection
 from bestiary.training.control import Control, Interruption
 from bestiary.training.data.loader import Batches
 from bestiary.training.data.packing import Pack
@@ -153,6 +153,9 @@ class Trainer:
         batches = iter(self.loader)
         with ExitStack() as stack:
             stack.enter_context(self.interruption.listening())
+            evaluation = self.loop.evaluation
+            if evaluation is not None and evaluation.at_start and self.progress.step == 0:
+                self._evaluated(evaluation)
             while self.progress.step < self.steps and self.stopped is None:
                 if not self._step(batches):
                     self.stopped = "the data is over"
@@ -288,16 +291,20 @@ class Trainer:
         """Evaluation, checkpoint, and the end where one is asked for."""
         step, evaluation = self.progress.step, self.loop.evaluation
         if evaluation is not None and (step % evaluation.every == 0 or step == self.steps):
-            found = self.evaluate()
-            if self.log is not None:
-                self.log.log(step, found)
-            self._call("on_evaluation", found)
-            self._judge(found["eval/loss"], evaluation.patience)
+            self._evaluated(evaluation)
         if stop:
             self.stopped = self.interruption.by or "a signal to another process"
             self.interrupted = True
         elif self.saver is not None and self.saver.due(step) and step < self.steps and self.stopped is None:
             self.saver.save(self)
+
+    def _evaluated(self, evaluation: EvaluationSection) -> None:
+        """A pass over the held-out packs, logged and judged."""
+        found = self.evaluate()
+        if self.log is not None:
+            self.log.log(self.progress.step, found)
+        self._call("on_evaluation", found)
+        self._judge(found["eval/loss"], evaluation.patience)
 
     def _judge(self, loss: float, patience: int | None) -> None:
         progress = self.progress

@@ -157,9 +157,12 @@ class JsonLines:
         self._file: TextIO | None = None
 
     def start(self, run: RunInfo) -> None:
-        """Cut the file back to `run.step`: the new one replaces the old one in one move, or not at all."""
+        """Cut the file back to `run.step`: the new one replaces the old one in one move, or not at all.
+
+        A run that begins anew keeps nothing, the figures before its first step neither.
+        """
         if self._path.exists():
-            kept = [row for row in read_metrics(self._path) if row["step"] <= run.step]
+            kept = [row for row in read_metrics(self._path) if run.step and row["step"] <= run.step]
             _replace(self._path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = self._path.open("a", encoding="utf-8")
 

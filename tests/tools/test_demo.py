@@ -3,18 +3,22 @@
 import json
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
 
 from bestiary.models import Decoder
-from bestiary.tools import demo
+from bestiary.tools import demo, demo_tuning, stdlib_text
 from bestiary.tools.assets import AssetMissing
+from bestiary.training.optim import Optimisers
 
-ARGUMENTS = ["--new-tokens", "6", "--json", "-"]
+ARGUMENTS = ["--new-tokens", "6", "--steps", "3", "--json", "-"]
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +59,8 @@ def checkpoint(tmp_path_factory):
 def run(checkpoint, tmp_path, monkeypatch, capsys):
     """Runs the demo on the tiny checkpoint; returns its exit code and result."""
     monkeypatch.setattr("bestiary.tools.assets.checkpoint", lambda name: checkpoint)
+    part = stdlib_text.documents(Path(sysconfig.get_path("stdlib")) / "asyncio")  # the whole library takes seconds
+    monkeypatch.setattr(stdlib_text, "documents", lambda: part)
 
     def go():
         code = demo.main([*ARGUMENTS, "--out", str(tmp_path)])
@@ -63,25 +69,61 @@ def run(checkpoint, tmp_path, monkeypatch, capsys):
     return go
 
 
+@pytest.fixture
+def short(checkpoint, run, monkeypatch):
+    """The same with the steps before the fine-tuning left out; returns the result."""
+
+    def generated(self, step, folder, text):
+        return [torch.arange(7)[None]] * 2, []
+
+    monkeypatch.setattr(demo.Demo, "_verify", lambda self, *arguments: None)
+    monkeypatch.setattr(demo.Demo, "_generate", generated)
+    monkeypatch.setattr(demo.Demo, "_export", lambda self, *arguments: None)
+    monkeypatch.setattr(demo.Demo, "_reload", lambda self, *arguments: None)
+
+    def go():
+        return run()[1]
+
+    go.checkpoint = checkpoint
+    return go
+
+
 def test_every_step_passes_and_leaves_its_files(run, tmp_path):
     code, result = run()
     assert code == result["exit_code"] == 0, result["error"]
     assert [(step["name"], step["ok"]) for step in result["steps"]] == [
-        (name, True) for name in ("assemble", "verify", "generate", "export", "reload")
+        (name, True) for name in ("assemble", "verify", "generate", "export", "reload", "fine-tune", "merge", "adapter")
     ]
     verdict = json.loads((tmp_path / "verdict.json").read_text())
     assert verdict["schema"] == "bestiary.verdict/1"
     assert {level["id"] for level in verdict["verdicts"][0]["levels"]} == {"V0", "V1", "V8"}
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in lines] == [*range(8)]
     assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
     assert lines[1]["tokens"] == demo.TOKENS > demo.WINDOW
     assert lines[2]["tokens_per_s"] > 0
+    assert lines[5]["demo/held_out_after"] < lines[5]["demo/held_out_before"]
+    assert lines[7]["demo/logits_apart"] < 1e-3 < lines[7]["demo/logits_moved"]
+    merged = json.loads((tmp_path / "verdict-merged.json").read_text())
+    assert [level["id"] for level in merged["verdicts"][0]["levels"]] == ["V0", "V1", "V8"]
+    trained = [json.loads(line) for line in (tmp_path / "fine-tune" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], "eval/loss" in line) for line in trained] == [
+        (0, True),
+        (1, False),
+        (2, False),
+        (3, False),
+        (3, True),
+    ]
+    assert (tmp_path / "fine-tune" / "export" / "adapter_config.json").is_file()
+    assert (tmp_path / "merged" / "tokenizer.json").is_file()
 
 
-def test_again_into_the_same_folder(run):
-    assert run()[0] == 0
-    assert run()[0] == 0
+def test_again_into_the_same_folder_trains_anew(run, tmp_path):
+    first = run()[1]["steps"][5]["figures"]
+    second = run()[1]["steps"][5]["figures"]
+    assert second["demo/held_out_after"] == first["demo/held_out_after"]
+    lines = (tmp_path / "fine-tune" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 3]
 
 
 def test_a_wrong_token_of_ours_is_found(run, monkeypatch):
@@ -132,6 +174,52 @@ def test_a_bridge_that_does_not_pass_ends_it(run, monkeypatch):
     assert code == 1
     assert [step["name"] for step in result["steps"]] == ["assemble", "verify"]
     assert "the bridge does not pass" in result["error"]
+
+
+def ends_at(result, name):
+    last = result["steps"][-1]
+    return result["exit_code"] == 1 and (last["name"], last["ok"]) == (name, False)
+
+
+def test_a_run_that_learns_nothing_is_found(short, monkeypatch):
+    """No update is made: the held-out loss stays where it was."""
+    monkeypatch.setattr(Optimisers, "step", lambda self: None)
+    result = short()
+    assert ends_at(result, "fine-tune")
+    assert "did not fall" in result["error"]
+
+
+def test_an_adapter_that_peft_reads_otherwise_is_found(short, monkeypatch):
+    """PEFT with twice the scale."""
+    load = PeftModel.from_pretrained
+
+    def wrong(model, folder):
+        adapted = load(model, folder)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.data *= 2
+        return adapted
+
+    monkeypatch.setattr(PeftModel, "from_pretrained", wrong)
+    result = short()
+    assert ends_at(result, "adapter")
+    assert "has other logits than ours" in result["error"]
+
+
+def test_a_merge_without_the_adapter_is_found(short, monkeypatch):
+    """The bridge passes on it, for it is a good checkpoint of another model."""
+    monkeypatch.setattr("bestiary.tools.demo_tuning.merge", lambda adapter, target: short.checkpoint)
+    result = short()
+    assert ends_at(result, "adapter")
+    assert "has other logits than the merged checkpoint" in result["error"]
+
+
+def test_a_missing_extra_is_named_before_anything_runs(run, monkeypatch):
+    monkeypatch.setattr(demo_tuning, "find_spec", lambda module: None if module == "peft" else module)
+    code, result = run()
+    assert code == 7
+    assert "pip install 'bestiary[peft]'" in result["error"]
+    assert [(step["name"], step["ok"]) for step in result["steps"]] == [("assemble", False)]
 
 
 def test_missing_packages_say_how_to_install_them(run, monkeypatch):

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from bestiary.tools.stdlib_text import NoStandardLibrary, docstrings, text
+from bestiary.tools.stdlib_text import NoStandardLibrary, docstrings, documents, text
 
 
 @pytest.fixture
@@ -55,6 +55,13 @@ def test_text_is_whole_docstrings(library):
     assert text(15, library) == "Alpha module."
     assert text(16, library) == "Alpha module.\n\nOuter class."
     assert text(10**6, library).endswith("Beta package.\n\nOne line.")
+
+
+def test_a_document_is_a_module_and_packages_are_held_out_whole(library):
+    assert documents(library, every=2) == (
+        ["Alpha module.\n\nOuter class.\n\nMethod.\n\nInner."],
+        ["Beta package.", "One line."],
+    )
 
 
 def test_no_sources_is_an_error(tmp_path):

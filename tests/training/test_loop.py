@@ -188,6 +188,18 @@ def test_the_run_stops_when_evaluations_get_no_better(file):
     assert len(set(made.log.of("eval/loss"))) == 1
 
 
+def test_an_evaluation_at_the_start_is_that_of_the_model_as_it_came(file):
+    evaluation = EvaluationSection(sources=(), every=2, at_start=True)
+    made = trainer(
+        file, steps=2, loop=LoopSection(steps=2, evaluation=evaluation), held_out=held_out(file, 2), log=Kept()
+    )
+    before = made.evaluate()
+    made.fit()
+    first = made.log.rows[0]
+    assert first == (0, before)
+    assert len(made.log.of("eval/loss")) == 2
+
+
 def test_held_out_data_without_trained_tokens_is_refused(file):
     made = trainer(file, held_out=[assemble([], 48, 0)])
     with pytest.raises(InvalidRun, match="held-out data has nothing"):

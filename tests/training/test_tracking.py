@@ -49,6 +49,14 @@ def test_a_resumed_run_leaves_the_file_of_one_that_never_stopped(
     assert path.read_bytes() == (whole / METRICS).read_bytes()
 
 
+def test_a_run_that_begins_anew_keeps_no_figure_from_before_its_first_step(tmp_path: Path) -> None:
+    for _ in range(2):
+        tracker = trackers((), tmp_path, RUN)
+        tracker.log(0, {"eval/loss": 3.0})
+        tracker.close()
+    assert read_metrics(tmp_path / METRICS) == [{"step": 0, "eval/loss": 3.0}]
+
+
 def test_the_old_file_stays_whole_when_the_cut_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, range(1, 5))
     before = (tmp_path / METRICS).read_bytes()
