@@ -29,7 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,9 @@ examples:
 exit codes: 0 all goals hold, 1 a goal is missed, 5 too noisy to tell, 7 usage or environment"""
 
 RANKS = 8
-PAIRS = ("two", "one")  # arms that take packs, in their order in a round
+FLAT_PACKS = 16  # of the control
 SORTED = 8  # batches of sorted documents that are run
+FILLED_S = 5.0  # after which a packer that was started again is as far ahead as it gets
 SETTLED_S = 0.5  # after which the producer has filled its queue and is still
 # goal, figure of ours over the other arm's, whether the time to the first step counts
 GOALS: tuple[tuple[str, float, bool], ...] = (
@@ -115,21 +116,25 @@ def compare(file: Path, count: int, subset: int | None, rounds: int) -> dict[str
     ours, theirs = _step(work.our_model()), _step(work.their_model())
     steps = max(1, round(wanted / work.PACK / RANKS)) * RANKS
     flat = work.FoldedEncoder(encode.encode, work.FLAT)
-    flat_documents = work.documents(file, flat, 2 * work.PACK // work.FLAT * 4)
+    flat_documents = work.documents(file, flat, FLAT_PACKS * work.PACK // work.FLAT)
     flat_packs = work.packed(flat_documents)
     with closing(work.loader(file, encode, streams=RANKS)) as again:
-        held = list(islice(again, 1 + 2 * rounds * steps))[1:]
-    # The packs come in one order; an arm of each pair takes them from the packer, the other from memory.
-    order = [name for at in range(rounds) for name in (PAIRS if at % 2 == 0 else PAIRS[::-1])]
-    parts = {
-        name: iter([held[at * steps : (at + 1) * steps] for at, one in enumerate(order) if one == name])
-        for name in PAIRS
-    }
+        held = list(islice(again, 1 + steps))[1:]
+    beginning = live.state_dict()
+
+    def settled_packs() -> Iterator[Any]:
+        """The packs after the first one, the same in each round, from a packer that is as far ahead as it gets."""
+        live.load_state_dict(beginning)
+        found = islice(live, steps)
+        first = next(found)
+        time.sleep(FILLED_S)
+        return chain([first], found)
+
     arms: dict[str, Callable[[], measure.Sample]] = {
-        "ours": lambda: _run(ours, islice(packs, steps), ranks=RANKS),
-        "in memory": lambda: _settled(ours, next(parts["two"])),
-        "a core to spare, ours": lambda: _spared(lambda: _run(ours, islice(packs, steps), ranks=RANKS)),
-        "a core to spare, in memory": lambda: _spared(lambda: _settled(ours, next(parts["one"]))),
+        "ours": lambda: _run(ours, settled_packs(), ranks=RANKS),
+        "in memory": lambda: _settled(ours, held),
+        "a core to spare, ours": lambda: _spared(lambda: _run(ours, settled_packs(), ranks=RANKS)),
+        "a core to spare, in memory": lambda: _spared(lambda: _settled(ours, held)),
         "padded B=8, 8 ranks": lambda: _run(theirs, work.in_order(some, 8), ranks=RANKS),
         "padded B=16": lambda: _run(theirs, work.in_order(some, 16)),
         "sorted B=16": lambda: _run(theirs, sorted_works, equal=True),
@@ -141,14 +146,13 @@ def compare(file: Path, count: int, subset: int | None, rounds: int) -> dict[str
         "flat, ours": lambda: _run(ours, flat_packs),
         "flat, padded B=16": lambda: _run(ours, work.in_order(flat_documents, 16)),
     }
-    for one in (taken[0], *held[:RANKS], work.padded(some[:8])):
+    for one in (taken[0], *held[:RANKS], work.padded(some[:8]), flat_packs[0], *work.in_order(flat_documents[:16], 16)):
         ours(one)
     theirs(bfd[0])
     samples = measure.alternate(arms, rounds, progress=_progress)
-    for _ in range(40):  # slots of packs alone are cheap to count
-        next(packs)
+    for _ in islice(live, 40):  # slots of packs alone are cheap to count
+        pass
     efficiency = live.given.efficiency
-    waits = live.waits
     live.close()
     summaries = measure.summarise(samples)
     goals = [
@@ -163,7 +167,8 @@ def compare(file: Path, count: int, subset: int | None, rounds: int) -> dict[str
     for name, quantities in summaries.items():
         rate, used = quantities["useful_per_s"], quantities["slot_efficiency"]
         print(f"  {name:<26}{rate.median:10,.0f}{used.median:12.1%}{first_step.get(name, 0.0):11.1f}s")
-    print(f"  the trainer waited {waits.total:.3f} s for {live.given.packs} packs, {waits.longest:.3f} s at most")
+    stood = summaries["ours"]["waited_s"]
+    print(f"  the trainer waited {stood.median:.3f} s for {steps} packs")
     both = _overlap(samples)
     print(
         f"  on all cores, the packer's own work in it: {both.name} {both.figure:.3f} ({both.low:.3f}–{both.high:.3f})"
@@ -206,7 +211,7 @@ def _run(
         equal: each micro-batch stands for as many useful tokens, however many are in it.
     """
     useful = slots = 0.0
-    seconds, group = 0.0, []
+    seconds, stood, group = 0.0, 0.0, []
     works = iter(works)
     while True:
         start = time.perf_counter()
@@ -215,6 +220,7 @@ def _run(
             break
         waited = time.perf_counter() - start
         share = 1 / work.useful if equal else 1.0
+        stood += waited
         group.append((waited + step(work)) * share)
         useful, slots = useful + work.useful * share, slots + work.arguments["input_ids"].numel() * share
         if len(group) == ranks:
@@ -224,6 +230,7 @@ def _run(
         "useful_per_s": useful / seconds,
         "slot_efficiency": useful / slots,
         "seconds_per_slot": seconds / slots,
+        "waited_s": stood,
     }
 
 
