@@ -172,7 +172,7 @@ def whitened(returns: Sequence[Tensor], trained: Sequence[bool], *, eps: float =
 
     Args:
         returns: (tokens of the answer,) each, float64.   trained: whether an answer counts; others give zeros.
-        eps: beside the variance, in the root, as verl's `masked_whiten`; OpenRLHF adds 1e-8 to the variance too.
+        eps: beside the variance, in the root, as verl's `masked_whiten`.
     """
     counted = [values for values, counts in zip(returns, trained, strict=True) if counts and len(values)]
     every = torch.cat(counted) if counted else torch.zeros(0, dtype=torch.float64)
@@ -215,7 +215,7 @@ def reinforce_plus_plus(
     gamma: float = 1.0,
     eps: float = 1e-8,
 ) -> list[Tensor]:
-    """Whitened returns-to-go without groups: REINFORCE++ (arXiv:2501.03262, section 3.1), as verl.
+    """Whitened returns-to-go without groups: REINFORCE++ (arXiv:2501.03262), as verl.
 
     Args:
         rewards: (answers,), NaN where there is none.   lengths: trained tokens of each.
@@ -236,7 +236,7 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(
     rewards: Tensor, groups: Tensor, lengths: Sequence[int], *, eps: float = 1e-8
 ) -> list[Tensor]:
-    """R − mean of the group, whitened over the batch's tokens: REINFORCE++-baseline (section 3.2), as verl.
+    """R − mean of the group, whitened over the batch's tokens: REINFORCE++-baseline (arXiv:2501.03262), as verl.
 
     A group with one scored answer is centred to 0 first; verl leaves the bare reward there.
 

@@ -87,9 +87,9 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         ),
         Algorithm(
             name="dr_grpo",
-            objective=Objective(aggregation="sequence_sum", max_tokens=1024),
+            objective=Objective(aggregation="sequence_sum"),
             advantage=Advantage(scale="none"),
-            source="arXiv:2503.20783; max_tokens is to be set to the longest answer that is sampled",
+            source="arXiv:2503.20783; it has no default for max_tokens, the longest answer that is sampled",
             differs="The constant: TRL max_completion_length, SkyRL max_seq_len (both explicit, as here); verl "
             "(seq-mean-token-sum-norm) the width of the mask unless loss_scale_factor is given. TRL's scale_rewards "
             "is to be set to none by hand.",
@@ -124,8 +124,8 @@ ALGORITHMS: Mapping[str, Algorithm] = {
             name="reinforce_plus_plus",
             objective=Objective(aggregation="token_mean"),
             advantage=Advantage(kind="reinforce_plus_plus", kl_coef=0.01),
-            source="arXiv:2501.03262, equations 8 and 9: k1 at every token of the reward, advantages whitened over the "
-            "batch; OpenRLHF's init_kl_coef",
+            source="arXiv:2501.03262: k1 at every token of the reward, advantages whitened over the batch; "
+            "OpenRLHF's init_kl_coef",
             differs="verl has no KL in the reward unless use_kl_in_reward, and averages over tokens of the mini-batch; "
             "TRL has no such trainer. reinforce_plus_plus_baseline takes the group's mean first.",
         ),
@@ -133,7 +133,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
             name="reinforce_plus_plus_baseline",
             objective=Objective(aggregation="token_mean", kl="k2", kl_coef=0.01),
             advantage=Advantage(kind="reinforce_plus_plus_baseline"),
-            source="arXiv:2501.03262, section 3.2: k2 in the loss",
+            source="arXiv:2501.03262: k2 in the loss",
             differs="verl has no reference by default.",
         ),
         Algorithm(

@@ -27,6 +27,7 @@ from bestiary.training.rl.stream import Level, Stream
 
 Kind = Literal["clip", "cispo", "importance", "log_prob"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
+_LONGEST = "the longest answer that is sampled, the same for the whole run"
 UNITS: Mapping[str, Literal["tokens", "sequences"]] = {
     "token_mean": "tokens",
     "sequence_mean": "sequences",
@@ -85,11 +86,8 @@ class Objective:
             raise InvalidRun(f"dual_clip = {self.dual_clip:g}, which {self.kind} does not read.", remedy="leave it out")
         if self.kind == "log_prob" and self.level != "token":
             raise InvalidRun(f"level = {self.level!r} of log_prob, which has no ratio.", remedy="level = token")
-        if self.aggregation == "sequence_sum" and (self.max_tokens is None or self.max_tokens < 1):
-            raise InvalidRun(
-                f"max_tokens = {self.max_tokens} with aggregation = sequence_sum, which divides by it.",
-                remedy="the longest answer that is sampled, the same for the whole run",
-            )
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidRun(f"max_tokens = {self.max_tokens}.", remedy=_LONGEST)
         if self.kl_coef < 0.0 or self.entropy_coef < 0.0:
             raise InvalidRun(f"kl_coef = {self.kl_coef:g}, entropy_coef = {self.entropy_coef:g}.", remedy="at least 0")
         if self.kl_coef and self.kl == "k1" and not self.kl_weighted:
@@ -97,6 +95,19 @@ class Objective:
                 "kl = k1 in the loss: the mean of its gradient is 0.",
                 remedy="k1+ (its value, the gradient of k2), or k3",
             )
+
+    @property
+    def divisor(self) -> int:
+        """What sequence_sum divides the sum of an answer by; 1 for other aggregations.
+
+        Raises:
+            InvalidRun: `max_tokens` is missing: a constant that nobody chose is a learning rate that nobody chose.
+        """
+        if self.aggregation != "sequence_sum":
+            return 1
+        if self.max_tokens is None:
+            raise InvalidRun("max_tokens is missing: aggregation = sequence_sum divides by it.", remedy=_LONGEST)
+        return self.max_tokens
 
     @property
     def unit(self) -> Literal["tokens", "sequences"]:
@@ -174,8 +185,7 @@ def aggregated(values: Tensor, stream: Stream, objective: Objective) -> Tensor:
     """
     if objective.aggregation == "sequence_mean":
         return stream.means(values).sum()
-    total = stream.masked(values).sum()
-    return total / objective.max_tokens if objective.aggregation == "sequence_sum" else total  # type: ignore[operator]
+    return stream.masked(values).sum() / objective.divisor
 
 
 def policy_loss(

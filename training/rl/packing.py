@@ -109,7 +109,7 @@ def with_log_probs(
             of_answer = np.where(one.trajectory.sampled, aligned[start:end], 0.0).astype(aligned.dtype)
             made: dict[str, Any] = {column: of_answer}
             found[id(one)] = replace(one, **made)
-    return list(found.values())
+    return [found[id(one)] for one in experiences]
 
 
 def _all_or_none(experiences: Sequence[Experience], column: str) -> bool:

@@ -38,7 +38,7 @@ class PolicyGradient:
     The temperature is that at which the experiences were sampled. A sequence is a document with a trained token.
 
     Raises:
-        InvalidRun: an unknown algorithm, or a correction beside the anchor that is one.
+        InvalidRun: an unknown algorithm, one that lacks its max_tokens, or a correction beside the anchor that is one.
     """
 
     name = "policy_gradient"
@@ -56,6 +56,7 @@ class PolicyGradient:
         self.algorithm = named(algorithm) if isinstance(algorithm, str) else algorithm
         self.objective = self.algorithm.objective
         self.unit: Literal["tokens", "sequences"] = self.objective.unit
+        _ = self.objective.divisor  # missing: said before anything is sampled
         if anchor not in ("old", "rollout"):
             raise InvalidRun(f"anchor = {anchor!r}.", remedy="old or rollout")
         if anchor == "rollout" and correction is not None:

@@ -18,6 +18,7 @@ from .answers import LENGTHS, answers
 # Each kind, level and aggregation, and what is added to a loss.
 OBJECTIVES = {
     **{name: made.objective for name, made in ALGORITHMS.items()},
+    "dr_grpo": named("dr_grpo", max_tokens=9).objective,
     "gspo token": named("gspo", level="sequence_token").objective,
     "importance": Objective(kind="importance"),
     "log_prob": Objective(kind="log_prob", aggregation="sequence_sum", max_tokens=9),
