@@ -80,7 +80,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     config = load_run_config(args.config, args.changes, recipe=args.command)
     quiet = args.json == "-"
     if args.dry_run:
-        return _dry_run(config, quiet=quiet)
+        return _dry_run(config, args.ray, quiet=quiet)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     if args.store_teacher is not None:
         return _store_teacher(config, args.store_teacher, quiet=quiet)
@@ -129,11 +129,11 @@ def _store_teacher(config: RunConfig, file: Path, *, quiet: bool) -> dict[str, A
     }
 
 
-def _dry_run(config: RunConfig, *, quiet: bool) -> dict[str, Any]:
+def _dry_run(config: RunConfig, processes: int | None, *, quiet: bool) -> dict[str, Any]:
     """The whole configuration and the estimate of a step, without reading a weight."""
     from bestiary.training.estimate import estimate
 
-    found = estimate(config)
+    found = estimate(config, processes=processes)
     if not quiet:
         print(config.yaml(), end="")
         print("\n".join(found.lines()))

@@ -94,11 +94,11 @@ class Estimate:
         }
 
 
-def estimate(config: RunConfig) -> Estimate:
+def estimate(config: RunConfig, *, processes: int | None = None) -> Estimate:
     """The estimate of a run's file, from the checkpoint's config alone.
 
-    The number of processes is that of the environment (WORLD_SIZE), or one.
-
+    Args:
+        processes: of the run; None: as the environment says (WORLD_SIZE), or one.
     Raises:
         CheckpointNotFound, OfflineError, UnsupportedModelType, UnsupportedConfig: of a checkpoint that is named.
     """
@@ -106,7 +106,7 @@ def estimate(config: RunConfig) -> Estimate:
     decoder = decoder.with_(lora=config.adapters, activation_checkpointing=config.model.recomputes or False)
     dtype = stored if config.precision.parameters is None else getattr(torch, config.precision.parameters)
     compute = dtype if config.precision.compute is None else getattr(torch, config.precision.compute)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = processes or int(os.environ.get("WORLD_SIZE", "1"))
     parallel = config.parallel
     shards = parallel.shard if parallel.shard > 0 else max(world // (parallel.replicate * parallel.tensor), 1)
     asked = [_read(src, None) for src in config.beside]

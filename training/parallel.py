@@ -106,11 +106,6 @@ def _spread(model: Decoder, mesh: DeviceMesh, plan: ParallelPlan) -> None:
     tensor, expert = size(mesh, TENSOR), size(mesh, EXPERT)
     if tensor == expert == 1:
         return
-    if model.decoder_config.compile_blocks:
-        raise ParallelRefused(
-            f"compile_blocks = True with parallel.tensor = {tensor}, parallel.expert = {expert}.",
-            remedy="compile_blocks=False: collectives inside blocks are not traced; or parallel.shard alone",
-        )
     if expert > 1 and model.decoder_config.moe is None:
         raise ParallelRefused(
             f"parallel.expert = {expert} for a model without experts.", remedy="parallel.shard in its place"

@@ -236,9 +236,7 @@ class Experts(Spread):
         """(N, H), experts (N, K), weights (N, K) → (N, H); N may differ between expert ranks."""
         own, expert, tensor = x.shape[0], self.ranks.expert, self.ranks.tensor
         if expert is not None:
-            counts = [torch.zeros(1, dtype=torch.int64, device=x.device) for _ in range(dist.get_world_size(expert))]
-            dist.all_gather(counts, torch.tensor([own], device=x.device), group=expert)
-            rows = max(int(count) for count in counts)
+            rows = _most(own, x.device, expert)
             x, weights = gather_rows(x, expert, rows), gather_rows(weights, expert, rows)
             indices = gather_rows(indices + 1, expert, rows) - 1  # padding: −1, an expert that is nowhere
         if tensor is not None:
@@ -250,6 +248,14 @@ class Experts(Spread):
         if tensor is not None:
             out = total(out, tensor)
         return out if expert is None else scatter_rows(out, expert, own)
+
+
+@torch.compiler.disable(reason="a number of rows is read, so compiled blocks end before their experts")
+def _most(own: int, device: torch.device, group: dist.ProcessGroup) -> int:
+    """The largest `own` of the group."""
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, torch.tensor([own], device=device), group=group)
+    return max(int(count) for count in counts)
 
 
 class VocabularyRows(Spread):

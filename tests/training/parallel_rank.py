@@ -79,14 +79,18 @@ class Case:
         targets = ("*_proj*", "mlp.gate") if family == "qwen3_moe" else ("*_proj*",)
         lora = LoRAConfig(r=4, alpha=8, targets=targets) if self.lora else None
         again = Checkpointing(part=self.again) if self.again else False
-        return tiny(
+        model = tiny(
             family,
             **changes,
             lora=lora,
             tie_word_embeddings=self.tied,
             vocab_size=206,
             activation_checkpointing=again,
+            compile_blocks=self.compiled,
         )
+        for layer in model.model.layers if self.compiled else ():
+            layer.compile(backend="aot_eager")  # every graph, without a C++ compiler's minute
+        return model
 
     def __str__(self) -> str:
         more = ("lora" * self.lora, "tied" * self.tied, self.again or "", "compiled" * self.compiled)
@@ -107,6 +111,8 @@ CASES += (
     Case("qwen3_moe", "sharded", again=Part.SELECTIVE),
     Case("qwen3_moe", "expert", lora=True, again=Part.MLP),
     Case("gpt_oss", "tensor", again=Part.SELECTIVE),
+    Case("gpt_oss", "tensor", compiled=True),
+    Case("qwen3_moe", "expert", lora=True, compiled=True),
 )
 
 
@@ -149,6 +155,7 @@ def result(case: Case) -> dict[str, Any]:
     """Of one case; what is summed over data is that of all ranks."""
     mesh = build_mesh(**MESHES[case.mesh])
     data = data_parallel(mesh)
+    torch._dynamo.reset()
     model = parallelize(case.model(), mesh)
     share = ROWS // data.size
     rows = slice(data.rank * share, (data.rank + 1) * share)

@@ -8,6 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bestiary.models.recomputation import Checkpointing, Part
 from bestiary.training.config import RunConfig, load_run_config
 from bestiary.training.errors import InvalidRun
 
@@ -52,12 +53,21 @@ def test_what_a_run_saves_of_itself_is_the_same_run(tmp_path):
         ("data.sources.3=1", r"the list has 1 elements"),
         ("recipe=dpo", r"recipe = 'dpo' and the command is sft"),
         ("precision.parameters=float16", r"float16: updates vanish"),
+        ("model.checkpointing=some", r"model\.checkpointing = 'some': .*'selective'"),
+        ("model.checkpoint_every=2", r"checkpoint_every and checkpoint_first say of which blocks"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(tmp_path, change, said):
     changes = ["optim.lr=1e-5", change] if change.startswith("optim.lr.") else [change]
     with pytest.raises(InvalidRun, match=said):
         load_run_config(written(tmp_path), changes, recipe="sft")
+
+
+def test_checkpointing_reaches_the_model_as_it_is_written(tmp_path):
+    changes = ["model.checkpointing=mlp", "model.checkpoint_every=2", "model.checkpoint_first=5"]
+    model = load_run_config(written(tmp_path), changes).model
+    assert model.recomputes == Checkpointing(part=Part.MLP, every=2, first=5)
+    assert load_run_config(written(tmp_path)).model.recomputes is None
 
 
 @pytest.mark.parametrize(("name", "text"), [("run.yaml", "a: ["), ("run.json", "{"), ("run.yaml", "- 1"), (None, "")])
