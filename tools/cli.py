@@ -29,6 +29,7 @@ examples:
   bestiary data inspect run.yaml --html data.html    what of your data is trained, and what is wrong with it
   bestiary sft run.yaml optim.lr=2e-5                supervised fine-tuning; goes on where it was stopped
   bestiary plot runs/first runs/second               loss and speed of runs, compared
+  bestiary doctor                                    what is missing here for which feature, and how to get it
 
 exit codes: 0 done, 2 keys or shapes, 4 refused as unsupported, 6 a port breaks its rules, 7 usage or environment"""
 
@@ -43,6 +44,13 @@ examples:
   bestiary export ./gpt-oss-mxfp4 ./gpt-oss-bf16       MXFP4 experts become their exact bf16 values
   bestiary export ./tuned ./spliced --into ./original  text weights put back into a copy of a multimodal checkpoint"""
 
+
+DOCTOR_EXAMPLES = """\
+examples:
+  bestiary doctor                      packages, devices, disk, hub, then a family verified, a model trained
+  bestiary doctor --no-check --json -
+
+exit codes: 0 nothing that bestiary requires is missing or broken, 1 a check failed, 7 a required package is missing"""
 
 _GROUPS = ("port", "data")  # commands that have commands
 
@@ -83,6 +91,11 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="default: 5GB")
     export.add_argument("--into", metavar="ORIGINAL", help="splice the text weights into a copy of this checkpoint")
     export.set_defaults(run=_run_export)
+    doctor = _add_command(
+        commands, "doctor", "what is here, what is missing for which feature, what works", DOCTOR_EXAMPLES
+    )
+    doctor.add_argument("--no-check", action="store_true", help="leave the self-check out, which takes up to a minute")
+    doctor.set_defaults(run=_run_doctor)
     add_port(commands, _add_command)
     add_data(commands, _add_command)
     add_training(commands, _add_command)
@@ -145,6 +158,15 @@ def _run_models(args: argparse.Namespace) -> dict[str, Any]:
         numbers = (f"{cell:>{width}}" for cell, width in zip(cells[3:], widths[3:], strict=True))
         _say(args, " ".join((*words, *numbers)))
     return {"models": [row.as_json() for row in rows]}
+
+
+def _run_doctor(args: argparse.Namespace) -> dict[str, Any]:
+    from bestiary.tools.doctor import examine
+
+    found = examine(checks=not args.no_check)
+    for line in found.lines():
+        _say(args, line)
+    return found.as_json()
 
 
 def _run_export(args: argparse.Namespace) -> dict[str, Any]:
