@@ -144,7 +144,7 @@ def train(
     strategy: Any = "auto"
     if processes > 1:
         strategy = ModelParallelStrategy(data_parallel_size=processes // tensor, tensor_parallel_size=tensor)
-    save = ModelCheckpoint(dirpath=last.parent, filename="last", every_n_train_steps=many)
+    save = ModelCheckpoint(last.parent, filename=last.stem, every_n_train_steps=many, enable_version_counter=False)
     trainer = lightning.Trainer(
         max_steps=many,
         strategy=strategy,

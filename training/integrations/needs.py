@@ -15,7 +15,7 @@ def needs(library: str, install: str) -> Iterator[None]:
     """Around the imports of `library`.
 
     Args:
-        install: what pip is given, e.g. "bestiary[lightning]".
+        install: what pip is given: "bestiary[lightning]", or options.
     Raises:
         MissingLibrary: an import failed, of the library or of what it needs.
     """
@@ -24,4 +24,5 @@ def needs(library: str, install: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         missing = error.name or library
         told = f"{library} is not installed" if missing.partition(".")[0] == library else f"{library} needs {missing}"
-        raise MissingLibrary(f"{told}.", remedy=f"pip install '{install}'") from error
+        wanted = install if install.startswith("-") else f"'{install}'"
+        raise MissingLibrary(f"{told}.", remedy=f"pip install {wanted}") from error

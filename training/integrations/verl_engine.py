@@ -20,6 +20,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -37,7 +38,7 @@ from bestiary.training.integrations.needs import needs
 from bestiary.training.parallel import Precision, build_mesh, parallelize
 from bestiary.training.processes import processes
 
-INSTALL = "verl==0.9.1' --no-deps -r 'tools/requirements/verl.txt"
+INSTALL = "--no-deps -r tools/requirements/verl.txt"
 VENDOR = "bestiary"
 
 with needs("verl", INSTALL), warnings.catch_warnings():
@@ -280,7 +281,12 @@ def packed(batches: Sequence[Batch]) -> TensorDict:
 
 
 def train(engine: FSDPEngineWithLMHead, steps: Steps, out: Path, *, resume: bool = False) -> list[float]:
-    """SFT until the last of `steps`, and a checkpoint of verl's; the loss of each step that was made here."""
+    """SFT until the last of `steps`, and a checkpoint of verl's; this process's share of each loss that was made here.
+
+    Args:
+        steps: of all processes; each takes its share, and the mean of their losses is the step's.
+    """
+    steps = replace(steps, rank=engine.get_data_parallel_rank(), size=engine.get_data_parallel_size())
     first, losses = 0, []
     if resume:
         newest = max(out.glob("global_step_*"), key=lambda folder: int(folder.name.rpartition("_")[2]))

@@ -25,7 +25,7 @@ from ...bridges.checkpoints import reference_model, tiny_config
 
 VOCAB = 203  # the head computes in 256 columns
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
-LORA = LoRAConfig(r=3, alpha=7.0, targets=("*_proj",))
+LORA = LoRAConfig(r=3, alpha=6.0, targets=("*_proj",))
 
 
 def checkpoint(folder: Path) -> Path:
@@ -96,13 +96,13 @@ def our_name(name: str) -> str:
 
 
 @contextmanager
-def first_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Filled with the gradients that the first step of any optimiser finds, by our names."""
+def first_gradients(model: nn.Module, prefix: str = "") -> Iterator[dict[str, Tensor]]:
+    """Filled with the gradients that the first step of any optimiser finds, by our names (`prefix` is taken off)."""
     found: dict[str, Tensor] = {}
 
     def keep(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not found:
-            named = ((our_name(name), parameter) for name, parameter in model.named_parameters())
+            named = ((our_name(name.removeprefix(prefix)), parameter) for name, parameter in model.named_parameters())
             found.update({name: whole(p.grad).clone() for name, p in named if p.grad is not None})
 
     hook = register_optimizer_step_pre_hook(keep)
