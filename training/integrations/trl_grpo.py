@@ -9,12 +9,12 @@ row's `answer` earns 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from bestiary.models import Decoder
@@ -66,9 +66,9 @@ class DecoderGRPOTrainer(DecoderTrainer, GRPOTrainer):
 def send_hub_tensors(generation: VLLMGeneration, decoder: Decoder) -> None:
     """Make TRL send vLLM what `named_hf_tensors` yields, in place of its walk over `named_parameters`.
 
-    vLLM reads checkpoints: one matrix an expert where ours are stacked, and adapters added to their weights. TRL's walk
-    names parameters as we hold them, which vLLM refuses. In the same process they go through vLLM's `reload_weights`,
-    since its layers keep packed copies of the weights, which TRL's call does not renew (and on a CPU cannot).
+    vLLM reads checkpoints, in their names and layouts, with adapters added to their weights. TRL's walk sends parameters
+    as we hold them: adapters of ours stop vLLM, and experts stacked in another order than the checkpoint's (GPT-OSS)
+    need not. In the same process the tensors go through `reload`.
     """
     generation._iter_named_params = decoder.named_hf_tensors
 
@@ -76,12 +76,29 @@ def send_hub_tensors(generation: VLLMGeneration, decoder: Decoder) -> None:
         if generation.enable_sleep_mode:
             generation.llm.wake_up(tags=["weights"])
             generation._llm_weights_sleeping = False
-        worker = generation.llm.llm_engine.model_executor.driver_worker
-        worker.model_runner.reload_weights(weights_iterator=decoder.named_hf_tensors())
-        generation.llm.reset_prefix_cache()
+        reload(generation, decoder.named_hf_tensors())
 
     if generation.mode == "colocate":
         generation.sync_weights = sync_weights
+
+
+def reload(generation: VLLMGeneration, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Give vLLM in this process new weights by its own `reload_weights`, and forget what the old ones computed.
+
+    Its layers keep packed copies of the weights, which TRL's call of `load_weights` does not renew (on a CPU it raises).
+    vLLM 0.32 packs experts for the CPU when it sets up their kernel, and only then (`UnquantizedFusedMoEMethod`): a
+    second load would leave them unpacked, and the engine would answer with other probabilities. Without a kernel it
+    sets up a new one.
+    """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    worker = generation.llm.llm_engine.model_executor.driver_worker
+    if worker.device.type == "cpu":
+        for module in worker.model_runner.get_model().modules():
+            if isinstance(module, RoutedExperts):
+                module.quant_method.moe_kernel = None
+    worker.model_runner.reload_weights(weights_iterator=tensors)
+    generation.llm.reset_prefix_cache()
 
 
 def contains_answer(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
