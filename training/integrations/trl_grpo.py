@@ -66,9 +66,9 @@ class DecoderGRPOTrainer(DecoderTrainer, GRPOTrainer):
 def send_hub_tensors(generation: VLLMGeneration, decoder: Decoder) -> None:
     """Make TRL send vLLM what `named_hf_tensors` yields, in place of its walk over `named_parameters`.
 
-    vLLM reads checkpoints, in their names and layouts, with adapters added to their weights. TRL's walk sends parameters
-    as we hold them: adapters of ours stop vLLM, and experts stacked in another order than the checkpoint's (GPT-OSS)
-    need not. In the same process the tensors go through `reload`.
+    vLLM reads checkpoints, in their names and layouts, adapters added to their weights. TRL's walk sends parameters as
+    we hold them: adapters of ours stop vLLM, and experts stacked in another order than the checkpoint's (GPT-OSS) need
+    not. In the same process the tensors go through `reload`.
     """
     generation._iter_named_params = decoder.named_hf_tensors
 
@@ -85,10 +85,10 @@ def send_hub_tensors(generation: VLLMGeneration, decoder: Decoder) -> None:
 def reload(generation: VLLMGeneration, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Give vLLM in this process new weights by its own `reload_weights`, and forget what the old ones computed.
 
-    Its layers keep packed copies of the weights, which TRL's call of `load_weights` does not renew (on a CPU it raises).
-    vLLM 0.32 packs experts for the CPU when it sets up their kernel, and only then (`UnquantizedFusedMoEMethod`): a
-    second load would leave them unpacked, and the engine would answer with other probabilities. Without a kernel it
-    sets up a new one.
+    Its layers keep packed copies of the weights, which TRL's call of `load_weights` does not renew (on a CPU it
+    raises). vLLM 0.32 packs experts for the CPU when it sets up their kernel and only then
+    (`UnquantizedFusedMoEMethod`): a second load would leave them unpacked, and the engine would answer with other
+    probabilities. Without a kernel it sets up a new one.
     """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 

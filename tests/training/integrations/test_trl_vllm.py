@@ -59,7 +59,7 @@ def test_vllm_follows_the_policy(found):
 
 
 def test_trls_own_walk_never_serves_the_old_weights(found):
-    """With adapters it raises, by TRL's call and by vLLM's own reload; stacked experts alone are refused or read right."""
+    """With adapters it raises, by TRL's call and by vLLM's reload; stacked experts alone are refused or read right."""
     assert found["sync of TRL"] is not None
     assert found["adapters by TRL's walk"] is not None
     assert found["experts by TRL's walk"] is not None or found["experts apart"] < 1e-4
