@@ -98,12 +98,16 @@ class Checkpoints:
         Raises:
             SaveFailed: it could not be.
         """
-        if self._writing is not None:
-            self._writing.join()
-            self._writing = None
+        self.join()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
+
+    def join(self) -> None:
+        """Wait for the one that is being written, whether it can be or not."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
 
     def _state(self, trainer: Trainer) -> dict[str, Any]:
         return {

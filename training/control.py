@@ -87,7 +87,7 @@ class Interruption:
 
 @contextmanager
 def named_failures(estimate: str, timeout_s: float) -> Iterator[None]:
-    """Failures of a step that torch reports in its own words, as errors that say what to do.
+    """Failures of a run that torch and Python report in their own words, as errors that say what to do.
 
     Args:
         estimate: of the step's memory, in words.   timeout_s: after which a silent process is given up.
@@ -96,7 +96,7 @@ def named_failures(estimate: str, timeout_s: float) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:
         raise _no_memory(estimate) from error
     except (dist.DistError, RuntimeError) as error:
         text = str(error)
@@ -114,7 +114,7 @@ def named_failures(estimate: str, timeout_s: float) -> Iterator[None]:
 
 def _no_memory(estimate: str) -> OutOfMemory:
     return OutOfMemory(
-        f"the step does not fit into memory. Estimated need: {estimate}.",
+        f"the run does not fit into memory. Estimated need: {estimate}.",
         remedy="a smaller data.pack_length; model.checkpointing=full; adapters (lora.r=16) or more processes "
         "(parallel.shard) for fewer optimiser states",
     )

@@ -22,10 +22,12 @@ class SaveFailed(BestiaryError):
 class Diverged(BestiaryError):
     """Losses or gradients that are not finite, or spikes, where the policy is to stop."""
 
+    exit_code = 1
+
 
 class RankLost(BestiaryError):
     """Another process of the run died or stopped answering."""
 
 
 class OutOfMemory(BestiaryError):
-    """The step did not fit; the message has the estimate and what lowers it."""
+    """The model or a step did not fit; the message has the estimate and what lowers it."""

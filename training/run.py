@@ -87,8 +87,10 @@ def run(config: RunConfig, *, also: Sequence[Tracker] = (), interruption: Interr
     with processes(config.loop.timeout_s) as here, ExitStack() as stack:
         torch.use_deterministic_algorithms(config.loop.deterministic)
         stack.callback(torch.use_deterministic_algorithms, False)
+        stack.enter_context(named_failures(estimate(config).words(), config.loop.timeout_s))
         memory = PeakMemory(here.device)
         trainer, saver, tokenizer = prepare(config, here, memory)
+        stack.callback(saver.join)  # of a run that fails, too: it goes on from what is being written
         stack.callback(trainer.loader.close)
         trainer.interruption = interruption or trainer.interruption
         first = here.rank == 0
@@ -106,8 +108,7 @@ def run(config: RunConfig, *, also: Sequence[Tracker] = (), interruption: Interr
         tracker = trackers(config.tracking.to, config.out, info, first=first, also=also)
         stack.callback(tracker.close)
         trainer.log = tracker
-        with named_failures(estimate(config).words(), config.loop.timeout_s):
-            trainer.fit()
+        trainer.fit()
     exported = config.out / EXPORT
     return Outcome(
         step=trainer.progress.step,

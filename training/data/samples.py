@@ -12,6 +12,7 @@ from bestiary.training.data.messages import Message, Tool
 
 Kind = Literal["chat", "completion", "text", "preference", "unpaired", "reward", "prompt", "distillation", "events"]
 Messages = Annotated[tuple[Message, ...], Field(min_length=1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class _Record(BaseModel):
@@ -60,7 +61,7 @@ class Preference(_Record):
     prompt: Messages
     chosen: Messages
     rejected: Messages
-    margin: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    margin: Finite | None = None
     tools: tuple[Tool, ...] | None = None
 
     @model_validator(mode="after")
@@ -89,7 +90,7 @@ class Reward(_Record):
     """A conversation and its score."""
 
     messages: Messages
-    score: Annotated[float, Field(allow_inf_nan=False)]
+    score: Finite
     tools: tuple[Tool, ...] | None = None
 
     @model_validator(mode="after")
@@ -152,8 +153,8 @@ class Events(_Record):
 
     items: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     codes: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] | None = None
-    features: dict[str, tuple[float, ...]] = Field(default_factory=dict)
-    times: tuple[float, ...] | None = None
+    features: dict[str, tuple[Finite, ...]] = Field(default_factory=dict)
+    times: tuple[Finite, ...] | None = None
     user: str | int | None = None
 
     @model_validator(mode="after")

@@ -46,6 +46,7 @@ class Stream:
         self._packer = Packer(plan.pack_length, plan.look_ahead, self._refill)
         self._active = set(self._sources)
         self._counts = {name: dict.fromkeys(COUNTS, 0) for name in self._sources}
+        self._barren: dict[str, int] = {}  # source to the epoch since which it gave nothing
         self._draw = 0
         self.packs, self.ended = 0, False
         if state is not None:
@@ -55,7 +56,7 @@ class Stream:
         """The next pack; padding alone once the stream has ended.
 
         Raises:
-            CorruptRow, OverflowRefused, StorageFailed, InvalidPlan.
+            CorruptRow, OverflowRefused, StorageFailed; InvalidPlan, for one where a whole epoch gives nothing.
         """
         chosen = [] if self.ended else self._packer.next()
         self.ended = not chosen
@@ -78,10 +79,24 @@ class Stream:
                 self._active.remove(name)
                 continue
             found = self._candidates(name, drawn, self._draw, count=True)
+            self._check_gives(name, drawn.cursor.epoch, found)
             self._mixer.charge(self._draw, self._active, name, sum(map(len, found)))
             self._draw += 1
             return found
         return None
+
+    def _check_gives(self, name: str, epoch: int, found: list[Candidate]) -> None:
+        """Refuse to read for ever where a whole epoch of a source gave nothing to pack."""
+        if found:
+            self._barren.pop(name, None)
+        elif self._plan.epochs is None and epoch > self._barren.setdefault(name, epoch) + 1:
+            counts = self._counts[name]
+            raise InvalidPlan(
+                f"source {name}: a whole epoch gave nothing to train ({counts['left_out']} documents left out: nothing "
+                f"trained within pack_length = {self._plan.pack_length}, or equal sides of a pair; {counts['corrupt']} "
+                "corrupt rows).",
+                remedy="a larger data.pack_length; `bestiary data inspect` shows what of the data is trained",
+            )
 
     def _candidates(self, name: str, drawn: Drawn, draw: int, *, count: bool) -> list[Candidate]:
         source, counts = self._sources[name], self._counts[name]
