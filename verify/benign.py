@@ -313,7 +313,8 @@ def _whole_loss(_core: Callable[..., Any]) -> Callable[..., Any]:
         ignore_index: int = -100,
         **rest: Any,
     ) -> LogProb:
-        rest.pop("entropy", None)
+        for column in ("entropy", "top1"):
+            rest.pop(column, None)
         logits = head_logits(hidden, weight, **rest) / temperature
         valid = target != ignore_index
         taken = logits.log_softmax(-1).gather(1, target.clamp(min=0)[:, None])[:, 0]

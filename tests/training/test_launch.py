@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -87,7 +88,7 @@ def session():
 
 
 class At:
-    """A tracker that does something at the first step it hears of."""
+    """A tracker that does something once it hears of the third step: a checkpoint is there by then."""
 
     def __init__(self, action=None):
         self.action, self.steps, self.calls = action, [], []
@@ -97,7 +98,7 @@ class At:
 
     def log(self, step, values):
         self.steps.append(step)
-        if self.action is not None:
+        if self.action is not None and step >= 3:
             action, self.action = self.action, None
             action()
 
@@ -112,26 +113,34 @@ def kill_an_actor():
 
 
 @pytest.mark.slow
-def test_two_actors_stopped_killed_and_resumed_train_as_one_process_does(place, tmp_path, whole, session):
-    """SIGTERM to the driver ends them with a checkpoint; an actor's death ends all with one error."""
-    made, stop = config(place, tmp_path / "run", "loop.workers=1"), At(lambda: os.kill(os.getpid(), signal.SIGTERM))
-    outcome = launch(made, 2, also=(stop,))
-    assert outcome.stopped is not None
-    assert 1 <= outcome.step < 12
-    assert stop.calls[0] == ("start", 0)
-
+def test_two_actors_killed_and_resumed_train_as_one_process_does(place, tmp_path, whole, session):
+    """An actor's death ends all with one error; the driver hears of steps; data comes from a process of its own."""
     with pytest.raises(RankLost, match=r"^actor \d of the run died") as caught:
-        launch(made, 2, also=(At(kill_an_actor),))
+        launch(config(place, tmp_path / "run"), 2, also=(At(kill_an_actor),))
     assert "newest checkpoint" in caught.value.remedy
 
     heard = At()
-    outcome = launch(made, 2, also=(heard,))
+    outcome = launch(config(place, tmp_path / "run", "loop.workers=1"), 2, also=(heard,))
     assert outcome.resumed is not None
     assert (outcome.step, outcome.stopped) == (12, None)
     assert outcome.export is not None
     assert heard.calls == [("start", outcome.resumed), ("close", None)]
     assert heard.steps[-1] == 12
     same(curves(tmp_path / "run"), whole)
+
+
+def test_a_signal_to_the_driver_asks_every_actor_to_stop():
+    """Once; a second one ends the driver at once."""
+    told = []
+    actors = [SimpleNamespace(stop=SimpleNamespace(remote=told.append)) for _ in range(2)]
+    with launching._stopping(actors):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told == ["SIGTERM", "SIGTERM"]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    member = launching.Member()
+    member.stop("SIGTERM")
+    assert member._interruption.by == "SIGTERM"
 
 
 def test_what_ray_has_no_room_for_is_refused(place, tmp_path, session):

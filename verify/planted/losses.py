@@ -282,7 +282,7 @@ BUGS = (
         level="V4",
         ours=together(
             adapted(lambda config: config.with_(activation_checkpointing=True)),
-            patch(f"{_DECODER}:checkpoint", _cut),
+            patch(f"{_DECODER}:again", _cut),
         ),
         reference=replay.forwards(replay.layers, _cut_there),
     ),
