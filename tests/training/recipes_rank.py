@@ -230,7 +230,7 @@ def on_mesh(family: str, mesh: DeviceMesh, control: Control, data: DataParallel)
 
 def run(rank: int, store: Path, seen: Callable[[str, str, str, Step], None]) -> None:
     """Every family, mesh and trial; each step is shown by those three names."""
-    shared, patience = dist.FileStore(str(store), WORLD), timedelta(seconds=60)  # the other one may die
+    shared, patience = dist.FileStore(str(store), WORLD), timedelta(seconds=120)  # the other one may die
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=WORLD, timeout=patience)
     try:
         group = dist.new_group(backend="gloo")
