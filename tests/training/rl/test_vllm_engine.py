@@ -1,0 +1,231 @@
+"""vLLM as an engine: it says what the policy says after every sync, and what is wrong otherwise is named."""
+
+import random
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from bestiary.models import AutoDecoder, LoRAConfig, Qwen3
+from bestiary.training.errors import InvalidRun
+from bestiary.training.integrations.needs import MissingLibrary
+from bestiary.training.rl import vllm_engine
+from bestiary.training.rl.embedded import EmbeddedEngine
+from bestiary.training.rl.rollout import Sampling
+from bestiary.training.rl.vllm_engine import VllmEngine
+from bestiary.training.rl.weight_sync import (
+    Retokenised,
+    StaleWeights,
+    SyncFailed,
+    WrongTemperature,
+    check_rollouts,
+    sync,
+)
+from bestiary.verify.weights import perturb
+
+from ...models.tiny import VOCAB, tiny_config
+
+PROMPTS = [[5, 9, 2], [7], [3, 1, 4, 1, 5, 9, 2, 6]]
+SAMPLING = Sampling(max_tokens=10, temperature=1.3, stop_ids=(3, 17, 40, 90, 150), n=2, seed=4)
+LORA = LoRAConfig(r=2, alpha=4.0, targets=("q_proj", "down_proj"))
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    config = tiny_config("qwen3", tie_word_embeddings=False)
+    config = config.with_(
+        hidden_size=64,
+        num_hidden_layers=2,
+        layer_types=config.layer_types[:2],
+        max_position_embeddings=64,
+        attention=replace(config.attention, num_heads=4, num_kv_heads=2, head_dim=32, scale=32**-0.5),
+        rope=replace(config.rope, rotary_dim=32),
+    )
+    model = Qwen3(config, dtype=torch.float32)
+    perturb(model, seed=0)
+    return model.save_pretrained(tmp_path_factory.mktemp("policy") / "start")
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    before = randomness()
+    made = VllmEngine(folder, rows=8, cache_bytes=1 << 24)
+    assert randomness() == before  # a trainer's process is as it was
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def policy(folder):
+    model = AutoDecoder.from_pretrained(folder, dtype=torch.float32, lora=LORA)
+    perturb(model, seed=1)
+    return model.train()
+
+
+def step(model):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimiser = torch.optim.SGD(trained, lr=0.05)
+    ids = torch.tensor([[5, 9, 2, 8, 1, 30, 60]])
+    model(ids, labels=ids).loss.backward()
+    optimiser.step()
+    optimiser.zero_grad()
+
+
+def planted(monkeypatch, model, change):
+    """The stream of the model's tensors, as `change` makes it."""
+    kept = model.named_hf_tensors
+    monkeypatch.setattr(model, "named_hf_tensors", lambda: change(kept()))
+
+
+def test_after_every_step_and_sync_the_engine_says_what_the_policy_says(engine, policy):
+    """Adapters merged on the way, the base untouched; before the sync it does not."""
+    base = {name: value.clone() for name, value in policy.state_dict().items() if "lora" not in name}
+    for version in (1, 2):
+        step(policy)
+        found = sync(policy, engine, version)
+        assert found.tensors == len(engine.shapes)
+        assert {"model.embed_tokens.weight", "model.norm.weight"} <= set(found.read)
+        assert not set(found.read) & set(found.unread)
+        said = engine.generate(PROMPTS, SAMPLING)
+        assert {one.version for one in said} == {version}
+        mean = check_rollouts(policy, PROMPTS, said, SAMPLING, version=version).figures()["mismatch/mean"]
+        assert mean <= 1e-4
+    step(policy)
+    with pytest.raises(StaleWeights, match=r"worst is token \d+ of answer \d+, id \d+"):
+        check_rollouts(policy, PROMPTS, said, SAMPLING)
+    with pytest.raises(StaleWeights, match="answer 0 is of version 2; the policy is at 3"):
+        check_rollouts(policy, PROMPTS, said, SAMPLING, version=3)
+    with pytest.raises(StaleWeights, match="version 2 and is told 3"):
+        engine.version = 3
+    assert all(torch.equal(value, policy.state_dict()[name]) for name, value in base.items())
+
+
+def test_answers_are_those_of_their_seeds_and_end_at_stop_ids(engine, policy):
+    """Alone, in company, in another order; of another seed they are others."""
+    sync(policy, engine, 1)
+    before = randomness()
+    said = engine.generate(PROMPTS, SAMPLING, keys=list("abc"))
+    assert randomness() == before
+    again = engine.generate(PROMPTS[::-1], SAMPLING, keys=list("cba"))
+    alone = engine.generate(PROMPTS[1:2], SAMPLING, keys=["b"])
+    for one, other in zip([*said, *said[2:4]], [*again[4:], *again[2:4], *again[:2], *alone], strict=True):
+        assert np.array_equal(one.ids, other.ids)
+        np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-4)
+    assert [one.prompt for one in said] == [0, 0, 1, 1, 2, 2]
+    assert len({one.ids.tobytes() for one in said}) > 3
+    others = engine.generate(PROMPTS, replace(SAMPLING, seed=5), keys=list("abc"))
+    assert any(not np.array_equal(one.ids, other.ids) for one, other in zip(said, others, strict=True))
+    for one in engine.generate(PROMPTS, replace(SAMPLING, stop_ids=tuple(range(0, VOCAB, 4)), n=4)):
+        stops = [place for place, word in enumerate(one.ids) if word % 4 == 0]
+        assert stops == ([len(one) - 1] if one.finish == "stop" else [])
+        assert one.finish == "stop" or len(one) == SAMPLING.max_tokens
+
+
+def test_a_stale_weight_is_named_by_the_worst_token(engine, policy, monkeypatch):
+    """One matrix of an earlier step in an otherwise whole sync, which no checksum of what was sent can see."""
+    sync(policy, engine, 1)
+    old = dict(engine_tensors(policy))[QUERY]
+    step(policy)
+    with monkeypatch.context() as patch:
+        planted(patch, policy, lambda tensors: ((name, old if name == QUERY else value) for name, value in tensors))
+        with pytest.raises(StaleWeights, match="worst is token"):
+            sync(policy, engine, 2)
+    refuses(engine)
+    assert sync(policy, engine, 2).version == engine.version == 2
+
+
+def test_a_dropped_doubled_or_misshapen_tensor_is_named(engine, policy, monkeypatch):
+    """And the next whole sync is believed again."""
+    changes = {
+        rf"tensor {QUERY} was dropped": lambda name, value: [] if name == QUERY else [(name, value)],
+        rf"tensor {QUERY} was sent twice": lambda name, value: [(name, value)] * (1 + (name == QUERY)),
+        rf"tensor {QUERY} has shape": lambda name, value: [(name, value[:1] if name == QUERY else value)],
+        r"tensor x\.weight is not in": lambda name, value: [("x.weight" if name == QUERY else name, value)],
+    }
+    for said, change in changes.items():
+        with monkeypatch.context() as patch:
+            planted(patch, policy, lambda tensors, change=change: (one for pair in tensors for one in change(*pair)))
+            with pytest.raises(SyncFailed, match=said):
+                sync(policy, engine, 3)
+        refuses(engine)
+    assert sync(policy, engine, 3).version == engine.version == 3
+
+
+def test_an_interrupted_sync_and_a_value_changed_on_the_way_are_named(engine, policy, monkeypatch):
+    def broken(tensors):
+        for name, value in tensors:
+            if name == QUERY:
+                raise OSError("the link went down")
+            yield name, value
+
+    with monkeypatch.context() as patch:
+        planted(patch, policy, broken)
+        with pytest.raises(SyncFailed, match="OSError: the link went down"):
+            sync(policy, engine, 4)
+    refuses(engine)
+    receive = engine.receive
+    with monkeypatch.context() as patch:
+        flipped = "model.layers.0.input_layernorm.weight"
+        patch.setattr(engine, "receive", lambda sent: receive((name, -v if name == flipped else v) for name, v in sent))
+        with pytest.raises(SyncFailed, match=rf"tensor {flipped} of version 4 did not arrive"):
+            sync(policy, engine, 4)
+    refuses(engine)
+    sync(policy, engine, 4)
+
+
+def test_another_temperature_is_named(engine, policy, monkeypatch):
+    wanted = vllm_engine._wanted
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_engine, "_wanted", lambda *given: {**wanted(*given), "temperature": 0.5})
+        with pytest.raises(WrongTemperature, match=r"sampled at temperature 0\.5 and are trained at 0\.8"):
+            sync(policy, engine, 5)
+    refuses(engine)
+    sync(policy, engine, 5)
+    with pytest.raises(InvalidRun, match=r"vLLM samples at 0\.01"):
+        engine.generate(PROMPTS, replace(SAMPLING, temperature=0.001))
+    with pytest.raises(InvalidRun, match=f"prompt 1 has id {VOCAB}"):
+        engine.generate([[1], [VOCAB]], SAMPLING)
+
+
+def test_ids_that_were_changed_between_are_named(engine, policy):
+    """Other ids of the same number, as decoding and encoding makes them, and another number."""
+    sync(policy, engine, 6)
+    said = engine.generate(PROMPTS, replace(SAMPLING, stop_ids=()))
+    ids = said[3].ids.copy()
+    ids[4] = (ids[4] + 50) % VOCAB
+    with pytest.raises(Retokenised, match="answer 3 agrees with what was sampled up to token 4"):
+        check_rollouts(policy, PROMPTS, [*said[:3], replace(said[3], ids=ids), *said[4:]], SAMPLING)
+    with pytest.raises(Retokenised, match="answer 0 has 9 tokens and 10 log-probabilities"):
+        check_rollouts(policy, PROMPTS, [replace(said[0], ids=said[0].ids[1:])], SAMPLING)
+
+
+def test_the_embedded_engine_is_synced_by_its_version(policy):
+    engine = EmbeddedEngine(policy)
+    assert sync(policy, engine, 7).parity.figures()["mismatch/mean"] <= 1e-4
+    assert engine.version == 7
+    with pytest.raises(InvalidRun, match="another model"):
+        sync(policy, EmbeddedEngine(SimpleNamespace()), 7)
+
+
+def test_without_vllm_one_error_says_how_to_install_it(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(MissingLibrary, match=r"(?s)vllm is not installed.*pip install"):
+        VllmEngine(folder)
+
+
+def randomness():
+    """States of this process's generators."""
+    return random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()
+
+
+def engine_tensors(model):
+    return [(name, value.clone()) for name, value in model.named_hf_tensors()]
+
+
+def refuses(engine):
+    with pytest.raises(SyncFailed, match="last sync of this engine failed"):
+        engine.generate(PROMPTS, SAMPLING)
