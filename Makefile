@@ -24,7 +24,7 @@ help: ## this list
 
 venv: .venv/.stamp-dev ## .venv with everything that tests and benchmarks need
 
-demo: .venv/.stamp-demo ## the real Gemma 3 270M: verify the bridge, generate, export, reload in transformers
+demo: .venv/.stamp-demo ## the real Gemma 3 270M: verify the bridge, generate, export, reload in transformers, fine-tune with LoRA
 	$(BIN)/python -m bestiary.tools.demo
 
 test: .venv/.stamp-dev .venv/.stamp-tokenizers ## the whole test suite, one process a core (SELECT="-k word" narrows it, WORKERS=0: this process alone)
