@@ -304,9 +304,10 @@ def _started(folder: str | Path, **options: Any) -> tuple[Any, Callable[..., Any
 @contextmanager
 def _own_process() -> Iterator[None]:
     """Around vLLM's start: its settings, and afterwards this process as it was."""
-    before, threads = {name: os.environ.get(name) for name in _SETTINGS}, torch.set_num_threads
+    settings = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"), **_SETTINGS}
+    before, threads = {name: os.environ.get(name) for name in settings}, torch.set_num_threads
     drawn, numbers = random.getstate(), np.random.get_state()
-    os.environ.update(_SETTINGS)
+    os.environ.update(settings)
     try:
         with torch.random.fork_rng():
             yield
