@@ -34,9 +34,18 @@ class DecoderTrainer(Trainer):
     bit for bit. Put it in front of another trainer that derives from Trainer, and that one does the same:
     `class DecoderSFTTrainer(DecoderTrainer, SFTTrainer)`.
 
+    Evaluation asks for the loss of rows that have every argument with "label" in its name: of `labels` and
+    `shift_labels`, which our forward pass has too, the first is enough. `compute_metrics` is given log-probabilities.
+
     A model that is no `Decoder` (PEFT around one, transformers' own) is saved and read as Trainer does.
     Under FSDP and DeepSpeed Trainer does not come here; there use `bestiary sft`.
     """
+
+    label_names: list[str]
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.label_names = [name for name in self.label_names if name != "shift_labels"]
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         model = self.accelerator.unwrap_model(self.model)

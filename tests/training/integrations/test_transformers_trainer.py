@@ -95,6 +95,20 @@ def test_the_script_resumes_bit_for_bit_and_exports(folders, tmp_path, family, e
     torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-5)
 
 
+def test_the_best_checkpoint_is_loaded_at_the_end(folders, rows, tmp_path):
+    """A rate at which it gets worse: the best is the first."""
+    model = AutoDecoder.from_pretrained(folders["gemma3"])
+    kept = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    args = TrainingArguments(**settings(tmp_path, 1) | kept, load_best_model_at_end=True, learning_rate=3.0)
+    collator = DataCollatorForSeq2Seq(tokenizer())
+    trainer = DecoderTrainer(model, args, collator, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    best = AutoDecoder.from_pretrained(trainer.state.best_model_checkpoint)
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    for ours, stored in zip(model.parameters(), best.parameters(), strict=True):
+        assert torch.equal(ours, stored)
+
+
 def test_a_checkpoint_of_another_architecture_is_not_resumed(folders, tmp_path):
     """Trainer's own loading would warn about keys and go on; here nothing is changed."""
     model = AutoDecoder.from_pretrained(folders["gemma3"])

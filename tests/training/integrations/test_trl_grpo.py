@@ -85,6 +85,21 @@ def test_our_adapters_are_trained_as_pefts_are(folders, tmp_path):
     )
 
 
+def test_a_synced_reference_is_ours(folders, tmp_path):
+    """The callback copies into the model that scores, not into transformers' model that it replaced."""
+    made = []
+
+    def make(**named):
+        made.append(Ours(**named))
+        return made[0]
+
+    model = AutoDecoder.from_pretrained(folders["gemma3"])
+    grpo(make, model, tmp_path, 2, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=1.0)
+    assert type(made[0].ref_model) is type(model)
+    for ours, copied in zip(model.parameters(), made[0].ref_model.parameters(), strict=True):
+        assert torch.equal(ours, copied)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [({"cast_lm_head_to_fp32": True}, "cast_lm_head"), ({"sync_ref_model": True}, "sync_ref_model")],
