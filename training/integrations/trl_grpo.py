@@ -9,12 +9,12 @@ row's `answer` earns 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoTokenizer
 
 from bestiary.models import Decoder
@@ -24,6 +24,7 @@ from bestiary.training.integrations.needs import needs
 from bestiary.training.integrations.script import dataset, finish, parser, settings
 from bestiary.training.integrations.transformers_trainer import DecoderTrainer
 from bestiary.training.integrations.trl_head import decoder_of, reference_of, use_our_head
+from bestiary.training.rl.vllm_reload import reload
 
 with needs("trl", "bestiary[trl]"):
     from trl import GRPOConfig, GRPOTrainer
@@ -76,29 +77,12 @@ def send_hub_tensors(generation: VLLMGeneration, decoder: Decoder) -> None:
         if generation.enable_sleep_mode:
             generation.llm.wake_up(tags=["weights"])
             generation._llm_weights_sleeping = False
-        reload(generation, decoder.named_hf_tensors())
+        worker = generation.llm.llm_engine.model_executor.driver_worker
+        reload(worker, decoder.named_hf_tensors())
+        generation.llm.reset_prefix_cache()
 
     if generation.mode == "colocate":
         generation.sync_weights = sync_weights
-
-
-def reload(generation: VLLMGeneration, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Give vLLM in this process new weights by its own `reload_weights`, and forget what the old ones computed.
-
-    Its layers keep packed copies of the weights, which TRL's call of `load_weights` does not renew (on a CPU it
-    raises). vLLM 0.32 packs experts for the CPU when it sets up their kernel and only then
-    (`UnquantizedFusedMoEMethod`): a second load would leave them unpacked, and the engine would answer with other
-    probabilities. Without a kernel it sets up a new one.
-    """
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-
-    worker = generation.llm.llm_engine.model_executor.driver_worker
-    if worker.device.type == "cpu":
-        for module in worker.model_runner.get_model().modules():
-            if isinstance(module, RoutedExperts):
-                module.quant_method.moe_kernel = None
-    worker.model_runner.reload_weights(weights_iterator=tensors)
-    generation.llm.reset_prefix_cache()
 
 
 def contains_answer(completions: list[str], answer: list[str], **columns: Any) -> list[float]:

@@ -31,6 +31,7 @@ from bestiary.kernels.errors import BestiaryError
 from bestiary.training.errors import InvalidRun
 from bestiary.training.integrations.needs import MissingLibrary
 from bestiary.training.rl.rollout import Finish, Rollout, Sampling, check_prompts, seed_of
+from bestiary.training.rl.vllm_reload import reload
 from bestiary.training.rl.weight_sync import StaleWeights, SyncFailed, checksum_of
 
 COLDEST = 0.01
@@ -151,7 +152,7 @@ class VllmEngine:
 
         model.load_weights = recorded
         try:
-            self._runner.reload_weights(weights_iterator=tensors)
+            reload(self._llm.llm_engine.model_executor.driver_worker, tensors)
         except Exception as error:
             raise SyncFailed(
                 f"vLLM could not load what it was sent: {type(error).__name__}: {error}.",
