@@ -78,7 +78,7 @@ class LossSection(Section):
 
     Attributes:
         name: sft: nll, dft; dpo: sigmoid, ipo, …; distill: forward_kl, reverse_kl, jsd; None: the recipe's first, and
-            reverse_kl on the student's own answers.
+            reverse_kl on the student's own answers. Or module:name of a `Recipe` of yours.
         beta: of preference losses, and of the Jensen–Shannon divergence.
         options: further numbers, by the names that the recipe's class documents.
         reference: whom preference losses compare with: adapters_off, a checkpoint, or sums stored as .npz; None: the

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bestiary.bridges.fields import FLOAT_TYPES
 from bestiary.models import AutoDecoder, Decoder
 from bestiary.training.checkpoint import Checkpoints, saved_steps, seed_all
+from bestiary.training.components import component
 from bestiary.training.config import RolloutSection, RunConfig
 from bestiary.training.control import Control, Interruption, named_failures
 from bestiary.training.data.config import DataConfig
@@ -193,7 +193,7 @@ def prepare(
         held_out=()
         if held_out is None or evaluation is None
         else packs_of(held_out.plan(tokenizer, replace(wanted, answer=0)), evaluation.packs),
-        callbacks=tuple(component(path, "loop.callbacks")() for path in config.loop.callbacks),
+        callbacks=tuple(component(path, "loop.callbacks", InvalidRun)() for path in config.loop.callbacks),
     )
     return trainer, saver, tokenizer
 
@@ -302,23 +302,6 @@ def packs_of(plan: Plan, most: int) -> list[Pack]:
     """The first packs of a plan with one epoch."""
     loader = PackLoader(plan, workers=0, make=_itself)
     return [pack for _, pack in zip(range(most), loader, strict=False)]
-
-
-def component(path: str, key: str) -> Callable[..., Any]:
-    """What `module:name` names.
-
-    Raises:
-        InvalidRun: no such module or name.
-    """
-    module, colon, name = path.partition(":")
-    try:
-        found = import_module(module)
-    except ImportError as error:
-        raise InvalidRun(f"{key} = {path!r}: {error}.", remedy="module:name of something installed") from error
-    if not colon or not hasattr(found, name):
-        raise InvalidRun(f"{key} = {path!r}: the module {module} has no {name!r}.", remedy="module:name")
-    made: Callable[..., Any] = getattr(found, name)
-    return made
 
 
 def _nothing(pack: Pack) -> None:

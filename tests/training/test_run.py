@@ -98,6 +98,48 @@ def test_a_run_learns_evaluates_and_exports_what_transformers_loads(whole, place
     assert (whole / "export" / "tokenizer.json").is_file()
 
 
+class Scaled(SFT):
+    """A loss that is not ours."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def loss(self, model, batch):
+        found = super().loss(model, batch)
+        return replace(found, total=found.total * self.scale)
+
+
+def talk(row):
+    """Rows of a file that is not ours."""
+    return {"messages": row["said"]}
+
+
+def test_a_loss_and_the_rows_of_a_file_plug_in_by_their_names(whole, place, tmp_path):
+    rows = [json.loads(line) for line in (place / "talks.jsonl").read_text().splitlines()]
+    (tmp_path / "said.jsonl").write_text("".join(json.dumps({"said": row["messages"]}) + "\n" for row in rows))
+    content = json.loads((place / "run.json").read_text())
+    content["model"]["src"] = str(place / "model")
+    content["data"]["sources"][0] |= {"files": "said.jsonl", "rows": "tests.training.test_run:talk"}
+    content["loss"] = {"name": "tests.training.test_run:Scaled", "options": {"scale": 2}}
+    content["loop"] = {"steps": 1, "workers": 0}
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    assert cli.main(["sft", str(tmp_path / "run.json"), f"out={tmp_path / 'out'}", "checkpoint.export=false"]) == 0
+    assert metrics(tmp_path / "out")[0]["loss"] == pytest.approx(2 * metrics(whole)[0]["loss"], rel=1e-6)
+    for change, told in (
+        ("loss.name=tests.training.test_run:talk", "scale"),
+        ("loss.name=json:JSONDecoder", "scale"),
+        ("loss.name=json:nothing", "the module json has no 'nothing'"),
+    ):
+        with pytest.raises(InvalidRun, match=told):
+            run(load_run_config(tmp_path / "run.json", [change, f"out={tmp_path / 'other'}"], recipe="sft"))
+    content["loss"] = {"name": "json:JSONDecoder"}
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    other = load_run_config(tmp_path / "run.json", [f"out={tmp_path / 'other'}"], recipe="sft")
+    with pytest.raises(InvalidRun, match="makes no recipe: name, unit"):
+        run(other)
+
+
 def test_the_file_of_a_run_is_the_whole_run(whole, place):
     again = load_run_config(whole / "config.yaml")
     assert again.optim.lr == 3e-3

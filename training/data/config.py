@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from bestiary.training.components import component
 from bestiary.training.data.encode import NOTHING, RowEncoder, Wanted
 from bestiary.training.data.errors import InvalidPlan
 from bestiary.training.data.fingerprint import digest_ids
@@ -53,12 +54,17 @@ class TokenizerConfig(Section):
 
 
 class SourceConfig(Section):
-    """One source; `kind`, `shape`, `columns` and what is trained as `RowEncoder` has them, the rest as `Source`."""
+    """One source; `kind`, `shape`, `columns` and what is trained as `RowEncoder` has them, the rest as `Source`.
+
+    Attributes:
+        rows: module:name of a function of yours that takes a row as the file has it and returns the one that is read.
+    """
 
     name: Annotated[str, Field(min_length=1)]
     files: str | tuple[str, ...]
     kind: Kind
     shape: Shape = "plain"
+    rows: str | None = None
     columns: dict[str, str] = Field(default_factory=dict)
     train_on: TrainOn = Field(default_factory=TrainOn)
     as_chat: bool = False
@@ -73,6 +79,7 @@ class SourceConfig(Section):
             tokenizer=tokenizer,
             kind=self.kind,
             shape=self.shape,
+            rows=None if self.rows is None else component(self.rows, f"sources: {self.name}: rows", InvalidPlan),
             columns=self.columns,
             train_on=self.train_on,
             as_chat=self.as_chat,

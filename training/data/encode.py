@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -65,6 +65,7 @@ class RowEncoder:
 
     Attributes:
         tokenizer: decides the ids.   kind: of the records.   shape, columns: how rows are written.
+        rows: makes the row that is read from the one in the file; a function with a name that can be imported.
         train_on: of conversations; preference pairs, unpaired and reward samples train what follows the prompt.
         as_chat: a prompt and its completion as a question and an answer in the chat template.
         reasoning: `keep` it, or `drop` it before rendering.
@@ -78,6 +79,7 @@ class RowEncoder:
     tokenizer: BaseHFModelTokenizer
     kind: Kind
     shape: Shape = "plain"
+    rows: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
     train_on: TrainOn = field(default_factory=TrainOn)
     as_chat: bool = False
@@ -96,6 +98,8 @@ class RowEncoder:
             "reasoning": self.reasoning,
             "neutralise": self.neutralise,
         }
+        if self.rows is not None:
+            settings["rows"] = f"{self.rows.__module__}:{self.rows.__qualname__}"
         return json.dumps(settings | self.wanted.describe(), sort_keys=True)
 
     def __call__(self, row: Mapping[str, Any]) -> Encoded:
@@ -108,6 +112,12 @@ class RowEncoder:
         Raises:
             SampleRefused: names the row and the field.
         """
+        if self.rows is not None:
+            try:
+                row = self.rows(row)
+            except Exception as error:
+                told = f"{type(error).__name__}: {error}"
+                raise SampleRefused(f"{where}: the source's function over rows raised {told}.") from error
         try:
             fields = fields_of(row, self.kind, shape=self.shape, columns=self.columns, where=where)
         except json.JSONDecodeError as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bestiary.models import Decoder
+from bestiary.training.components import component
 from bestiary.training.config import ADAPTERS_OFF, RunConfig
 from bestiary.training.data.encode import NOTHING, Wanted
 from bestiary.training.errors import InvalidRun
@@ -34,12 +35,16 @@ _OWN = frozenset({"self", "reference", "teacher", "loss", "beta"})  # arguments 
 def build(config: RunConfig, load: Callable[[str], Decoder]) -> tuple[Recipe, tuple[Decoder, ...]]:
     """The recipe of `config.loss`, and the models loaded for it.
 
+    A loss by `module:name` is a class or function that makes a `Recipe`: from `loss.options` by their names, and from
+    `beta`, `reference` and `teacher` if it takes them.
+
     Args:
         load: a checkpoint to a model that only computes.
     Raises:
         InvalidRun: a loss, key or option that the recipe does not have, or one that it lacks.
     """
-    made, loss = RECIPES[config.recipe], config.loss
+    loss, own = config.loss, config.loss.name is not None and ":" in config.loss.name
+    made = component(str(loss.name), "loss.name", InvalidRun) if own else RECIPES[config.recipe]
     takes = list(signature(made).parameters)
     given: dict[str, Any] = {}
     options = [name for name in takes if name not in _OWN]
@@ -47,7 +52,7 @@ def build(config: RunConfig, load: Callable[[str], Decoder]) -> tuple[Recipe, tu
         if not options:
             raise InvalidRun(f"loss.options.{name}: {config.recipe} has no options.", remedy="leave it out")
         given[known(name, options, "loss.options")] = int(value) if name == "top_k" else value
-    if loss.name is not None or config.rollouts is not None:
+    if not own and (loss.name is not None or config.rollouts is not None):
         given["loss"] = loss.name or ON_POLICY
     if loss.beta is not None:
         _check_taken("beta" in takes, config, "beta", loss.beta)
@@ -66,7 +71,14 @@ def build(config: RunConfig, load: Callable[[str], Decoder]) -> tuple[Recipe, tu
             )
         others = () if loss.teacher is None else (load(loss.teacher),)
         given["teacher"] = others[0] if others else None
-    return made(**given), others
+    recipe = made(**given)
+    missing = [name for name in ("name", "unit", "kinds", "batch", "count", "loss") if not hasattr(recipe, name)]
+    if missing:
+        raise InvalidRun(
+            f"loss.name = {loss.name!r} makes no recipe: {', '.join(missing)} missing.",
+            remedy="bestiary.training.recipes.base.Recipe says what one has",
+        )
+    return recipe, others
 
 
 def wanted_of(config: RunConfig) -> Wanted:
