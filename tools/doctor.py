@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -125,7 +126,8 @@ class Diagnosis:
         yield f"{machine['system']}, {machine['cores']} cores, {memory}"
         yield "devices: " + (", ".join(machine["devices"]) or "no GPU; all runs on the CPU")
         yield "disk: " + ", ".join(f"{free:.0f} GiB free for {what}" for what, free in self.disk.items())
-        answer = {True: "answers", False: "does not answer", None: "is not asked: offline mode is on"}
+        unasked = "is not asked: offline mode, a proxy, or no huggingface_hub"
+        answer = {True: "answers", False: "does not answer", None: unasked}
         yield f"hub: {self.hub['address']} {answer[self.hub['reachable']]}"
         for feature in self.features:
             mark = "missing" if feature["missing"] else "ok"
@@ -241,9 +243,11 @@ def _machine() -> dict[str, Any]:
 
 def _disk() -> dict[str, float]:
     """GiB free where runs, the hub's cache and temporary files go."""
-    from huggingface_hub.constants import HF_HUB_CACHE
+    places = {"runs": Path.cwd(), "temporary files": Path(tempfile.gettempdir())}
+    if present("huggingface_hub"):
+        from huggingface_hub.constants import HF_HUB_CACHE
 
-    places = {"runs": Path.cwd(), "the hub's cache": Path(HF_HUB_CACHE), "temporary files": Path(tempfile.gettempdir())}
+        places["the hub's cache"] = Path(HF_HUB_CACHE)
     return {what: shutil.disk_usage(_existing(place)).free / GIB for what, place in places.items()}
 
 
@@ -252,9 +256,12 @@ def _existing(place: Path) -> Path:
 
 
 def _hub() -> dict[str, Any]:
+    if not present("huggingface_hub"):
+        return {"address": "", "reachable": None}
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
-    return {"address": ENDPOINT, "reachable": None if HF_HUB_OFFLINE else reachable(ENDPOINT)}
+    unknown = HF_HUB_OFFLINE or bool(getproxies().get(urlsplit(ENDPOINT).scheme))  # a proxy's answer says nothing
+    return {"address": ENDPOINT, "reachable": None if unknown else reachable(ENDPOINT)}
 
 
 def reachable(address: str) -> bool:

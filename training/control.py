@@ -116,5 +116,5 @@ def _no_memory(estimate: str) -> OutOfMemory:
     return OutOfMemory(
         f"the run does not fit into memory. Estimated need: {estimate}.",
         remedy="a smaller data.pack_length; model.checkpointing=full; adapters (lora.r=16) or more processes "
-        "(parallel.shard) for fewer optimiser states",
+        "(parallel.shard) for fewer optimiser states; where answers are sampled, fewer rollouts.rows",
     )

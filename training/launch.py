@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 from bestiary.kernels.errors import BestiaryError
 from bestiary.training.config import RunConfig
@@ -141,7 +141,10 @@ def _followed(ray: Any, config: RunConfig, members: Sequence[Any], also: Sequenc
             f"Ray has started {len(ready)} of {len(members)} actors in loop.timeout_s = {config.loop.timeout_s:g} s.",
             remedy="`ray status` shows what else its cores and GPUs are given to",
         )
-    host, port = ray.get(places[0])
+    address = _result(ray, places[0], 0)
+    if isinstance(address, BestiaryError):
+        raise address
+    host, port = address
     shared = {"WORLD_SIZE": str(len(members)), "MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
     plain = config.model_dump(mode="json")
     running = {
@@ -150,10 +153,11 @@ def _followed(ray: Any, config: RunConfig, members: Sequence[Any], also: Sequenc
     outcomes: dict[int, Outcome] = {}
     failures: list[BestiaryError] = []
     deadline = float("inf")
+    told = _Told(ray, members[0], also)
     with _stopping(members):
         while running and time.monotonic() < deadline:
             done, _ = ray.wait(list(running), num_returns=1, timeout=POLL_S)
-            _relay(ray, members[0], also)
+            told.relay(POLL_S)
             for reference in done:
                 rank = running.pop(reference)
                 found = _result(ray, reference, rank)
@@ -162,6 +166,8 @@ def _followed(ray: Any, config: RunConfig, members: Sequence[Any], also: Sequenc
                     deadline = min(deadline, time.monotonic() + GRACE_S)
                 else:
                     outcomes[rank] = found
+                    if rank == 0:
+                        told.relay(config.loop.timeout_s)
             if any(_is_cause(error) for error in failures):
                 break
     if failures:
@@ -174,9 +180,10 @@ def _is_cause(error: BestiaryError) -> bool:
     return not isinstance(error, RankLost) or error.what.startswith(_DIED)
 
 
-def _result(ray: Any, reference: Any, rank: int) -> Outcome | BestiaryError:
+def _result(ray: Any, reference: Any, rank: int) -> Any:
+    """What an actor returned, or that it died."""
     try:
-        return cast("Outcome | BestiaryError", ray.get(reference))
+        return ray.get(reference)
     except ray.exceptions.RayActorError as error:
         return RankLost(
             f"{_DIED} {rank} of the run died ({str(error).splitlines()[0][:160]}); the others were stopped.",
@@ -184,12 +191,23 @@ def _result(ray: Any, reference: Any, rank: int) -> Outcome | BestiaryError:
         )
 
 
-def _relay(ray: Any, first: Any, also: Sequence[Tracker]) -> None:
-    """Make the calls of the first process's tracker here. One that died has nothing more to tell."""
-    with suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-        for name, arguments in ray.get(first.events.remote(), timeout=POLL_S * 10):
-            for tracker in also:
-                getattr(tracker, name)(*arguments)
+class _Told:
+    """The calls of the first process's tracker, made here. What was asked for is waited for until it is there."""
+
+    def __init__(self, ray: Any, first: Any, also: Sequence[Tracker]) -> None:
+        self._ray, self._first, self._also = ray, first, also
+        self._asked: Any = None
+
+    def relay(self, patience_s: float) -> None:
+        """Make those that are told within some seconds. A process that died has nothing more to tell."""
+        if self._asked is None:
+            self._asked = self._first.events.remote()
+        with suppress(self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError):
+            found = self._ray.get(self._asked, timeout=patience_s)
+            self._asked = None
+            for name, arguments in found:
+                for tracker in self._also:
+                    getattr(tracker, name)(*arguments)
 
 
 @contextmanager

@@ -299,11 +299,20 @@ class Trainer:
             self.saver.save(self)
 
     def _evaluated(self, evaluation: EvaluationSection) -> None:
-        """A pass over the held-out packs, logged and judged."""
+        """A pass over the held-out packs, logged and judged.
+
+        Raises:
+            Diverged: a loss that is not finite before anything was trained.
+        """
         found = self.evaluate()
         if self.log is not None:
             self.log.log(self.progress.step, found)
         self._call("on_evaluation", found)
+        if self.progress.step == 0 and not math.isfinite(found["eval/loss"]):
+            raise Diverged(
+                f"the evaluation before the first step gives {found['eval/loss']}.",
+                remedy="another checkpoint in model.src, a wider precision, a look at the held-out data",
+            )
         self._judge(found["eval/loss"], evaluation.patience)
 
     def _judge(self, loss: float, patience: int | None) -> None:

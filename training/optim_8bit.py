@@ -17,8 +17,8 @@ class AdamW8bit(torch.optim.Optimizer):
     """torchao's AdamW8bit: states in blocks of 256 values with one scale each (arXiv:2110.02861).
 
     A process steps what it holds of every parameter, as a plain tensor, so any mesh will do. Parts below 4096 values or
-    not of whole blocks keep states in the parameter's dtype. A state's codes are split as its parameter is; its scales
-    are those of the blocks of one process, so a checkpoint goes on with as many processes as wrote it.
+    not of whole blocks keep states in the parameter's dtype, which one process may and another may not. So the states
+    of a split parameter are stored as each process's own, and a checkpoint goes on on the mesh that wrote it.
 
     Args:
         groups: as of any optimiser.
@@ -69,26 +69,14 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _as_stored(parameter: Tensor, states: dict[str, Any]) -> dict[str, Tensor]:
-    """The memory of the states as tensors that a checkpoint knows: split as the parameter, or of this process alone."""
-    own = f"scale.{dist.get_rank()}-of-{dist.get_world_size()}" if isinstance(parameter, DTensor) else "scale"
-    found = {}
+    """The memory of the states under names of a checkpoint, those of a split parameter under this process's own."""
+    own = f".{dist.get_rank()}-of-{dist.get_world_size()}" if isinstance(parameter, DTensor) else ""
+    found: dict[str, Tensor] = {}
     for name, value in states.items():
         if hasattr(value, "codes"):
-            found[f"{name}.codes"] = _split_as(parameter, value.codes)
-            found[f"{name}.{own}"] = value.scale
-        else:
-            found[name] = _split_as(parameter, value) if value.ndim else value
+            found[f"{name}.codes{own}"], found[f"{name}.scale{own}"] = value.codes, value.scale
+        elif not value.ndim:
+            found[name] = value
+        elif value.numel():  # a process may hold nothing of a small parameter
+            found[f"{name}{own}"] = value
     return found
-
-
-def _split_as(parameter: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

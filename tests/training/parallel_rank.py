@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import checkpoint
+from torch.distributed.fsdp import fully_shard
 
 from bestiary.models import Decoder, LoRAConfig
 from bestiary.models.config import MLA, QKNorm, QKNormSpan, Router, RouterKind, SharedExpert
@@ -18,6 +20,7 @@ from bestiary.models.sharding import whole
 from bestiary.training.config import OptimSection
 from bestiary.training.errors import ParallelRefused
 from bestiary.training.optim import Optimisers
+from bestiary.training.optim_8bit import AdamW8bit
 from bestiary.training.parallel import build_mesh, clip_grad_norm, data_parallel, parallelize
 from tests.models.tiny import tiny, tiny_config, tokens
 
@@ -186,6 +189,19 @@ def stepped(mesh: str | None, name: str) -> dict[str, Tensor]:
     return {key: whole(parameter.detach()).clone() for key, parameter in model.named_parameters()}
 
 
+def saved_uneven(folder: Path) -> str:
+    """A score head of which one process holds all and the other nothing, its states of eight bits in a checkpoint."""
+    head = torch.nn.Linear(4096, 1, bias=False)
+    fully_shard(head, mesh=build_mesh(shard=WORLD)["shard"])
+    groups = [{"params": list(head.parameters()), "weight_decay": 0.0}]
+    optimiser = AdamW8bit(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    head(torch.ones(2, 4096)).sum().backward()
+    optimiser.step()
+    tensors = {f"{at}.{name}": value for at, own in enumerate(optimiser.state.values()) for name, value in own.items()}
+    checkpoint.save(tensors, checkpoint_id=folder)
+    return " ".join(sorted(checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata))
+
+
 def refusals() -> dict[str, str]:
     """Messages of calls that cannot be served."""
     tensor, plain = {"tensor": 2}, {"num_heads": 3, "num_kv_heads": 3}
@@ -225,7 +241,13 @@ def run(rank: int, store: Path) -> dict[str, dict[str, Any]]:
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=WORLD, timeout=patience)
     try:
         eight = {mesh: stepped(mesh, "adamw8bit") for mesh in ("sharded", "tensor")}
-        return {"refused": refusals(), "stepped": eight, **{str(case): result(case) for case in CASES}}
+        uneven = {"names": saved_uneven(store.with_suffix(".uneven"))}
+        return {
+            "refused": refusals(),
+            "stepped": eight,
+            "uneven": uneven,
+            **{str(case): result(case) for case in CASES},
+        }
     finally:
         gc.collect()  # wrappers lie in cycles and hold threads of the group: they go before it does
         dist.destroy_process_group()

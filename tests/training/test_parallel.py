@@ -56,6 +56,12 @@ def test_states_of_eight_bits_step_parts_as_wholes(mesh: str, found: dict[str, d
         torch.testing.assert_close(ours[name], weight, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def test_states_of_eight_bits_are_saved_where_a_process_holds_none(found: dict[str, dict[str, Any]]) -> None:
+    """Each process's own, under its own name."""
+    names = found["uneven"]["names"].split()
+    assert {name for name in names if "exp_avg." in name} == {"0.exp_avg.codes.0-of-2", "0.exp_avg.scale.0-of-2"}
+
+
 REFUSED = {
     "a mesh of 4 on 2 processes": "shard = 4 does not fill 2 process(es)",
     "a tensor size that is no divisor": "tensor = 3",

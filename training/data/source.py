@@ -17,6 +17,8 @@ from bestiary.training.data.tokens import Tokens
 
 Encode = Callable[[Row], Tokens | tuple[Tokens, ...]]
 
+BUFFER_BYTES = 8 << 20  # of a block, and the largest row
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -47,7 +49,7 @@ class Source:
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     shuffle: bool = True
     block_rows: int = 1024
-    buffer_bytes: int = 8 << 20
+    buffer_bytes: int = BUFFER_BYTES
     on_corrupt: Literal["raise", "skip"] = "raise"
     max_corrupt: int = 100
     retry: Retry = DEFAULT_RETRY

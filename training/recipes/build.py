@@ -63,11 +63,13 @@ def build(config: RunConfig, load: Callable[[str], Decoder]) -> tuple[Recipe, tu
     if "reference" in takes:
         given["reference"], others = _reference(config, load)
     if "teacher" in takes:
-        if loss.teacher is None and any(source.kind != "distillation" for source in config.data.sources):
+        held_out = config.evaluation_data()
+        sources = (*config.data.sources, *(() if held_out is None else held_out.sources))
+        if loss.teacher is None and any(source.kind != "distillation" for source in sources):
             raise InvalidRun(
                 "loss.teacher is missing.",
-                remedy="a checkpoint with the same vocabulary, or sources of kind distillation alone, whose rows hold "
-                "what a teacher said (bestiary distill CONFIG --store-teacher FILE writes such)",
+                remedy="a checkpoint with the same vocabulary, or sources of kind distillation alone, held-out ones "
+                "too, whose rows hold what a teacher said (bestiary distill CONFIG --store-teacher FILE writes such)",
             )
         others = () if loss.teacher is None else (load(loss.teacher),)
         given["teacher"] = others[0] if others else None

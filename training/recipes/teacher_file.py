@@ -24,15 +24,15 @@ from numpy.typing import NDArray
 from bestiary.models import AutoDecoder, Decoder
 from bestiary.training.config import RunConfig
 from bestiary.training.data.config import SourceConfig
-from bestiary.training.data.errors import SampleRefused
+from bestiary.training.data.errors import CorruptRow, SampleRefused
 from bestiary.training.data.formats import Place
 from bestiary.training.data.packing import Candidate, assemble
 from bestiary.training.data.samples import Chat, Distillation, parse
-from bestiary.training.data.source import Cursor
+from bestiary.training.data.source import BUFFER_BYTES, Cursor
 from bestiary.training.data.stream import ROW_ERRORS
 from bestiary.training.data.tokenizer import BaseHFModelTokenizer
 from bestiary.training.data.tokens import IGNORED, Tokens, digest_of
-from bestiary.training.errors import InvalidRun
+from bestiary.training.errors import Diverged, InvalidRun
 from bestiary.training.export import load_tokenizer
 from bestiary.training.recipes.distill import Distill, likeliest
 from bestiary.training.recipes.documents import frozen_pass, model_inputs
@@ -159,10 +159,14 @@ def _samples(
                 parse("distillation", {"messages": sample.messages, "tools": sample.tools}, where)
                 if tokens.labels[0] != IGNORED:
                     raise SampleRefused(f"{where}: its first token is trained, before which nothing can be said.")
-            except ROW_ERRORS:
+            except ROW_ERRORS as error:
                 if config.on_corrupt == "raise":
                     raise
                 counts["skipped"] += 1
+                if counts["skipped"] > source.max_corrupt:
+                    raise CorruptRow(
+                        f"{counts['skipped']} rows were left out, the last one because: {error}", read_from=where
+                    ) from error
                 continue
             yield sample, tokens
 
@@ -181,6 +185,11 @@ def _said(
         counted = (batch["shift_labels"].flatten() != IGNORED).to(head.hidden.device)
         found = likeliest(head, asked.top_k, asked.temperature, counted)
     words, log_probs = found.words.to(torch.int32).cpu().numpy(), found.log_prob.cpu().numpy()
+    if np.isnan(log_probs).any():
+        raise Diverged(
+            f"the teacher gives NaN where {asked.teacher.dtype} is computed in.",
+            remedy="precision.parameters=float32, or bfloat16, whose range is wider than float16's",
+        )
     for one, start in zip(documents, pack.borders.tolist(), strict=False):
         rows = start + np.flatnonzero(one.labels != IGNORED) - 1  # a word is said one position before its token
         known = [np.isfinite(log_probs[row]) for row in rows]
@@ -208,7 +217,14 @@ class _Lines:
     def write(self, row: _Row) -> None:
         words = {"teacher_ids": [one.tolist() for one in row.words]}
         words |= {"teacher_log_probs": [one.tolist() for one in row.log_probs]}
-        self._opened.write(json.dumps(row.plain() | words, ensure_ascii=False) + "\n")
+        line = json.dumps(row.plain() | words, ensure_ascii=False) + "\n"
+        if len(line.encode()) > BUFFER_BYTES:
+            raise InvalidRun(
+                f"a row of {sum(map(len, row.words))} words would be {len(line) / 2**20:.0f} MiB of JSON, and lines "
+                f"are read up to {BUFFER_BYTES / 2**20:.0f} MiB.",
+                remedy="--store-teacher FILE.parquet, or fewer words (loss.options.top_k)",
+            )
+        self._opened.write(line)
 
     def close(self) -> None:
         self._opened.close()
