@@ -65,7 +65,8 @@ class VllmEngine:
         options: of `vllm.LLM`, e.g. `enforce_eager=False`, `gpu_memory_utilization`.
 
     Attributes:
-        shapes: hub names and shapes of the checkpoint.
+        shapes: hub names and shapes of the checkpoint; without a head that it stores although its config ties it to the
+            embedding, which nobody reads and no sync sends.
         dtype: given.   answered: see `WeightReceiver`.
         readable: names whose values vLLM holds in a layout that can be read back, established against the folder's
             files. Others are packed (a linear layer on a CPU) or stacked (experts).
@@ -89,7 +90,6 @@ class VllmEngine:
         self.answered: Answered | None = None
         self.dtype, self._grouped = dtype, torch.distributed.is_initialized()
         with SafetensorsSource(Path(folder)) as files:
-            self.shapes = {name: tuple(info.shape) for name, info in files.infos.items()}
             with _own_process():
                 self._llm, self._params, self._prompt = _started(
                     folder,
@@ -100,6 +100,9 @@ class VllmEngine:
                     **{"enforce_eager": True, **options},
                 )
             self._version: int | None = version
+            tied = self._llm.model_config.hf_text_config.to_dict().get("tie_word_embeddings") is True
+            stored = {name: tuple(info.shape) for name, info in files.infos.items()}
+            self.shapes = {name: shape for name, shape in stored.items() if not (tied and _is_head(name))}
             self.readable = frozenset(name for name in self.shapes if self._reads_as(files, name))
         self.context = int(self._llm.model_config.max_model_len)
         self._vocab = int(self._llm.model_config.get_vocab_size())
@@ -254,6 +257,10 @@ class VllmEngine:
             return None
         rows = found.detach()[start : start + shape[0]]
         return rows if len(rows) == shape[0] else None
+
+
+def _is_head(name: str) -> bool:
+    return name.split(".")[-2:] == ["lm_head", "weight"]
 
 
 def _wanted(sampling: Sampling, seed: int) -> dict[str, Any]:

@@ -192,6 +192,11 @@ def test_the_divergence_in_the_reward_is_that_of_the_whole_answer():
     assert figures["kl_in_reward"] == pytest.approx(0.05 * np.mean([answer for _, answer in LENGTHS]))
     with pytest.raises(InvalidRun, match="no reference_log_probs"):
         assess(experiences(), named("rloo", reward_kl_coef=0.1))
+    # One that arrives untrained has no reference, and none is asked of it.
+    mixed = [replace(given[0], trained=False, reference_log_probs=None), *given[1:]]
+    made, found = assess(mixed, named("rloo", reward_kl_coef=0.1))
+    assert not made[0].trained
+    assert found["kl_in_reward"] == pytest.approx(figures["kl_in_reward"] - 0.05 * LENGTHS[0][1] / len(LENGTHS))
 
 
 def test_weights_are_taken_by_the_name_of_the_reward():

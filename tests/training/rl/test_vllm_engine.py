@@ -8,21 +8,25 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bestiary.models import AutoDecoder, LoRAConfig, Qwen3
 from bestiary.training.errors import InvalidRun
 from bestiary.training.integrations.needs import MissingLibrary
-from bestiary.training.rl import vllm_engine
+from bestiary.training.rl import vllm_engine, weight_sync
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.rollout import Sampling
 from bestiary.training.rl.vllm_engine import VllmEngine
 from bestiary.training.rl.weight_sync import (
+    Answered,
     Retokenised,
     StaleWeights,
     SyncFailed,
     WrongTemperature,
     check_rollouts,
     sync,
+    told_apart,
 )
 from bestiary.verify.weights import perturb
 
@@ -34,10 +38,9 @@ LORA = LoRAConfig(r=2, alpha=4.0, targets=("q_proj", "down_proj"))
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    config = tiny_config("qwen3", tie_word_embeddings=False)
-    config = config.with_(
+def small(tied):
+    config = tiny_config("qwen3", tie_word_embeddings=tied)
+    return config.with_(
         hidden_size=64,
         num_hidden_layers=2,
         layer_types=config.layer_types[:2],
@@ -45,7 +48,11 @@ def folder(tmp_path_factory):
         attention=replace(config.attention, num_heads=4, num_kv_heads=2, head_dim=32, scale=32**-0.5),
         rope=replace(config.rope, rotary_dim=32),
     )
-    model = Qwen3(config, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    model = Qwen3(small(tied=False), dtype=torch.float32)
     perturb(model, seed=0)
     return model.save_pretrained(tmp_path_factory.mktemp("policy") / "start")
 
@@ -201,6 +208,81 @@ def test_ids_that_were_changed_between_are_named(engine, policy):
         check_rollouts(policy, PROMPTS, [*said[:3], replace(said[3], ids=ids), *said[4:]], SAMPLING)
     with pytest.raises(Retokenised, match="answer 0 has 9 tokens and 10 log-probabilities"):
         check_rollouts(policy, PROMPTS, [replace(said[0], ids=said[0].ids[1:])], SAMPLING)
+
+
+def test_a_missed_sync_is_told_from_a_policy_that_moved_less_than_the_tolerance(engine, policy, monkeypatch):
+    """All tensors unread, any tolerance: the engine still says what it said at the last sync."""
+    sync(policy, engine, 1)
+    assert sync(policy, engine, 1).unverified  # nothing moved
+    step(policy)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "receive", lambda sent: [name for name, _ in sent if not name])
+        patch.setattr(engine, "held", lambda name: None)
+        with pytest.raises(StaleWeights, match="the engine kept its earlier weights"):
+            sync(policy, engine, 2, tolerance=10.0)
+    assert not sync(policy, engine, 2).unverified
+
+
+def test_old_and_new_weights_are_told_apart_where_the_policy_moved_beyond_the_noise():
+    ids, policy = (torch.tensor([4, 5, 6]),), torch.tensor([-1.0, -2.0, -3.0]).double()
+    then = Answered((1,), 0.8, ids, (policy,), (policy + 0.01,))
+    for moved, engine, expected in [(0.2, 0.21, True), (0.03, 0.01, False)]:
+        now = Answered((1,), 0.8, ids, (policy + moved,), (policy + engine,))
+        assert told_apart(now, then) is expected
+    with pytest.raises(StaleWeights, match="kept its earlier weights"):
+        told_apart(Answered((1,), 0.8, ids, (policy + 0.2,), (policy + 0.01,)), then)
+    other = Answered((1,), 0.8, (torch.tensor([9, 5, 6]),), (policy + 0.2,), (policy + 0.01,))
+    assert not told_apart(other, then)
+    assert not told_apart(other, None)
+
+
+def test_the_tolerance_is_that_of_the_narrower_side(engine, policy):
+    """The engine's dtype is given; of float32 parameters that are gathered in bfloat16 it is bfloat16's."""
+    asked = replace(SAMPLING, stop_ids=())
+    said = EmbeddedEngine(policy).generate(PROMPTS, asked)
+    off = [replace(one, log_probs=one.log_probs + 0.01) for one in said]
+    with pytest.raises(StaleWeights):
+        check_rollouts(policy, PROMPTS, off, asked)
+    check_rollouts(policy, PROMPTS, off, asked, engine_dtype=torch.bfloat16)
+    spread = fully_shard(policy, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False))
+    assert next(spread.parameters()).dtype == torch.float32
+    found = check_rollouts(spread, PROMPTS, said, asked).figures()["mismatch/mean"]
+    assert 1e-4 < found <= 5e-2
+
+
+def test_no_logits_are_kept_while_answers_agree(policy, monkeypatch):
+    said = EmbeddedEngine(policy).generate(PROMPTS, SAMPLING)
+    monkeypatch.setattr(weight_sync, "_logits", None)
+    check_rollouts(policy, PROMPTS, said, SAMPLING)
+
+
+def test_a_temperature_is_blamed_only_where_it_explains_most(policy):
+    """Other weights, just above the bound and a little nearer at another temperature, are stale."""
+    asked = Sampling(max_tokens=10, temperature=1.0, n=2, seed=4)
+    said = EmbeddedEngine(policy).generate(PROMPTS, asked)
+    with pytest.raises(WrongTemperature, match=r"trained at 1\.05"):
+        check_rollouts(policy, PROMPTS, said, replace(asked, temperature=1.05))
+    signs = np.array([1.0, -1.0] * 5, np.float32)
+    off = [replace(one, log_probs=one.log_probs + 0.02 * signs[: len(one)]) for one in said]
+    bound = 0.02 + 1e-5  # of what is left at temperature 1
+    with pytest.raises(StaleWeights):
+        check_rollouts(policy, PROMPTS, off, replace(asked, temperature=1.05), tolerance=bound)
+
+
+def test_a_stored_head_that_the_config_ties_is_not_waited_for(tmp_path, monkeypatch):
+    model = Qwen3(small(tied=True), dtype=torch.float32)
+    folder = model.save_pretrained(tmp_path / "tied")
+    stored = folder / "model.safetensors"
+    tensors = load_file(stored)
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, stored, {"format": "pt"})
+    for tied in (True, False):
+        text = SimpleNamespace(to_dict=lambda tied=tied: {"tie_word_embeddings": tied})
+        config = SimpleNamespace(hf_text_config=text, max_model_len=8, get_vocab_size=lambda: VOCAB)
+        runner = SimpleNamespace(get_model=torch.nn.Module)
+        worker = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+        llm = SimpleNamespace(model_config=config, llm_engine=SimpleNamespace(model_executor=worker))
+        monkeypatch.setattr(vllm_engine, "_started", lambda *_, llm=llm, **__: (llm, None, None))
+        assert (set(VllmEngine(folder).shapes) == {name for name, _ in model.named_hf_tensors()}) is tied
 
 
 def test_the_embedded_engine_is_synced_by_its_version(policy):
