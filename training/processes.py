@@ -51,11 +51,7 @@ def processes(timeout_s: float) -> Iterator[Processes]:
     if given and "WORLD_SIZE" in given and len(given) < len(_NAMES):
         missing = sorted(set(_NAMES) - set(given))
         raise InvalidRun(f"WORLD_SIZE is set and {missing[0]} is not.", remedy="start with torchrun, or unset it")
-    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
-        raise InvalidRun(
-            "accelerate launch was asked for several processes and started one.",
-            remedy="accelerate launch --multi_gpu --num_processes N, on CPUs too; or torchrun --nproc-per-node N",
-        )
+    refuse_one_of_several()
     device = _device()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
@@ -71,6 +67,19 @@ def processes(timeout_s: float) -> Iterator[Processes]:
         gc.collect()  # wrappers of a model lie in cycles and hold threads of the group: they go before it does
         if mine:
             dist.destroy_process_group()
+
+
+def refuse_one_of_several() -> None:
+    """On CPUs `accelerate launch --num_processes N` starts one process, and says nothing.
+
+    Raises:
+        InvalidRun: this is that one.
+    """
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise InvalidRun(
+            "accelerate launch was asked for several processes and started one.",
+            remedy="accelerate launch --multi_gpu --num_processes N, on CPUs too; or torchrun --nproc-per-node N",
+        )
 
 
 def _device() -> torch.device:

@@ -1,7 +1,8 @@
 """Hugging Face Accelerate: a plain loop over prepared objects. Extra: `accelerate`.
 
-    accelerate launch --num_processes 2 -m bestiary.training.integrations.accelerate_loop --help
+    accelerate launch --multi_gpu --num_processes 2 -m bestiary.training.integrations.accelerate_loop --help
 
+`--multi_gpu` on CPUs too: without it Accelerate starts one process there, and `main` refuses to be that one.
 Several processes hold the whole model each (DDP), or with `fsdp_version: 2` in Accelerate's config a part of it: the
 decoder has what Accelerate's FSDP2 reads (`_no_split_modules`, `tie_weights`, `base_model_prefix`, the two embeddings).
 Accelerate turns FSDP on for accelerators alone (its list of device types in `AcceleratorState.__init__`,
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader
 from bestiary.models.sharding import is_spread
 from bestiary.training.integrations.example import Batch, Row, collate, load, parser, read_rows, targets
 from bestiary.training.integrations.needs import needs
+from bestiary.training.processes import refuse_one_of_several
 
 with needs("accelerate", "bestiary[accelerate]"):
     from accelerate import Accelerator
@@ -116,8 +118,9 @@ def main(arguments: list[str] | None = None) -> None:
     """The command."""
     asked = parser(
         "Train a bestiary model with Accelerate.",
-        command="accelerate launch -m bestiary.training.integrations.accelerate_loop",
+        command="accelerate launch --multi_gpu --num_processes 2 -m bestiary.training.integrations.accelerate_loop",
     ).parse_args(arguments)
+    refuse_one_of_several()
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     set_seed(0)
     model = load(asked.model, asked.lora)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,22 +60,54 @@ def load(src: str, rank: int | None = None) -> Decoder:
     return AutoDecoder.from_pretrained(src, dtype=torch.float32, lora=adapters(rank)).train()
 
 
+def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number and object of every line of a JSONL file that is not blank.
+
+    Lines end with a line feed alone: JSON leaves U+2028 and its like as they are inside of strings.
+
+    Raises:
+        InvalidRow: no such file, no rows, or a line that is no JSON object in UTF-8.
+    """
+    if not file.is_file():
+        raise InvalidRow(f"data = {str(file)!r} is not a file.", remedy="a JSONL file, one row a line")
+    found = False
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except ValueError as error:  # of the encoding or of JSON
+                raise InvalidRow(
+                    f"line {number} is no JSON: {error}.",
+                    read_from=str(file),
+                    remedy="one JSON object a line, in UTF-8",
+                ) from error
+            if not isinstance(row, dict):
+                raise InvalidRow(
+                    f"line {number} is a {type(row).__name__}.", read_from=str(file), remedy="one JSON object a line"
+                )
+            found = True
+            yield number, row
+    if not found:
+        raise InvalidRow("the data file has no rows.", read_from=str(file), remedy="one JSON object a line")
+
+
 def read_rows(file: Path, src: str) -> list[Row]:
     """The rows of a JSONL file; text is tokenised by the checkpoint's tokenizer, and all of it is trained.
 
     Raises:
-        InvalidRow: names the line.
+        InvalidRow: as `json_lines`; or a row of fewer than two tokens.
     """
     rows: list[Row] = []
     tokenizer = None
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        row = json.loads(line)
+    for number, row in json_lines(file):
         if "text" in row:
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(src)
             row = {"input_ids": tokenizer(row["text"])["input_ids"]}
         if len(row.get("input_ids", ())) < 2:
             raise InvalidRow(
-                f"line {number} has no two tokens: {line[:60]}",
+                f"line {number} has no two tokens: {str(row)[:60]}",
                 read_from=str(file),
                 remedy='{"text": "…"} or {"input_ids": [1, 2, 3]}, labels beside it if not all is trained',
             )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bestiary.training.errors import InvalidRun
 from bestiary.training.integrations import example
 
 if TYPE_CHECKING:
@@ -52,23 +50,11 @@ def dataset(file: Path) -> Dataset:
     """The rows of a JSONL file, as TRL takes them.
 
     Raises:
-        InvalidRun: no such file, no rows, or a line that is no JSON.
+        InvalidRow: as `example.json_lines`.
     """
     from datasets import Dataset
 
-    if not file.is_file():
-        raise InvalidRun(f"data = {str(file)!r} is not a file.", remedy="a JSONL file, one row a line")
-    rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise InvalidRun(
-                f"line {number} is no JSON: {error}.", read_from=str(file), remedy="one JSON object a line"
-            ) from error
-    if not rows:
-        raise InvalidRun("the data file has no rows.", read_from=str(file), remedy="one JSON object a line")
-    return Dataset.from_list(rows)
+    return Dataset.from_list([row for _, row in example.json_lines(file)])
 
 
 def finish(trainer: Trainer, given: argparse.Namespace) -> Path:

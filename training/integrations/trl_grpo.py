@@ -37,8 +37,8 @@ Reward = Callable[..., list[float]]
 class DecoderGRPOTrainer(DecoderTrainer, GRPOTrainer):
     """`GRPOTrainer` for a `Decoder`; see `DecoderTrainer`.
 
-    The policy scores by its own head (`trl_head`); so does the reference, ours in place of transformers' model of the
-    same checkpoint, or with LoRA the policy without its adapters. vLLM is sent hub tensors (`send_hub_tensors`).
+    The policy scores by its own head (`trl_head`); so does the reference, a copy of the policy in place of
+    transformers' model, or with LoRA the policy without its adapters. vLLM is sent hub tensors (`send_hub_tensors`).
 
     Raises:
         InvalidRun: `cast_lm_head_to_fp32`, which would rewrite the head; or a synced reference with LoRA.
@@ -54,8 +54,9 @@ class DecoderGRPOTrainer(DecoderTrainer, GRPOTrainer):
             )
         super().__init__(model, *arguments, args=args, **named)
         if self.ref_model is not None:
-            self.ref_model = reference_of(decoder_of(self.model), synced=args.sync_ref_model)
-            use_our_head(self.ref_model, temperature=self.temperature)
+            reference = reference_of(decoder_of(self.model), synced=args.sync_ref_model)
+            use_our_head(reference, temperature=self.temperature)
+            self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, SyncRefModelCallback):
                     callback.ref_model = self.ref_model
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     """Run the script; returns the folder of the finished checkpoint."""
     command = parser("trl_grpo", "Reinforcement learning with TRL's GRPOTrainer.", data='{"prompt": …, "answer": …}')
     command.add_argument("--reward", help="module:name of the reward function")
-    command.add_argument("--group", type=int, default=8, help="completions of a prompt (8); divides batch × accumulate")
+    command.add_argument("--group", type=int, default=4, help="completions of a prompt (4); divides batch × accumulate")
     command.add_argument("--max-new-tokens", type=int, default=256, help="of a completion (256)")
     command.add_argument("--beta", type=float, default=0.0, help="weight of the divergence from the reference (0)")
     command.add_argument("--vllm", action="store_true", help="completions by vLLM in this process")

@@ -8,6 +8,7 @@ forward stops at once; and were it to run, what the head does to logits would be
 
 from __future__ import annotations
 
+from copy import deepcopy
 from types import MethodType
 from typing import Any
 
@@ -46,7 +47,7 @@ def use_our_head(
 ) -> None:
     """Answer `model(…, labels=…, fused_lm_head=True)` by the model's own log-prob core; other calls as ever.
 
-    Call it after the trainer's constructor, which puts TRL's forward there.
+    Call it after the trainer's constructor, which puts TRL's forward there; a reference is prepared again after it.
 
     Args:
         model: a `Decoder`, PEFT around one, or `AdaptersOff`.
@@ -57,6 +58,7 @@ def use_our_head(
     if isinstance(model, AdaptersOff):
         use_our_head(model.policy, temperature=temperature, entropy=entropy, top1=top1, logit_mean=logit_mean)
         model.forward = MethodType(AdaptersOff.forward, model)  # type: ignore[method-assign]  # in place of TRL's
+        model._is_accelerate_prepared = False  # type: ignore[assignment]
         return
     columns = {"entropy": entropy, "top1": top1, "logit_mean": logit_mean}
 
@@ -67,6 +69,7 @@ def use_our_head(
 
     decoder = decoder_of(model)
     decoder.forward = MethodType(forward, decoder)  # type: ignore[method-assign]
+    decoder._is_accelerate_prepared = False  # type: ignore[assignment]  # its autocast went with the old forward
 
 
 def _scored(
@@ -145,12 +148,12 @@ class AdaptersOff(nn.Module):
 
 
 def reference_of(policy: Decoder, *, synced: bool) -> nn.Module:
-    """Whom a policy is compared with: itself without adapters, or the checkpoint that it came from.
+    """Whom a policy is compared with: itself without adapters, or a frozen copy of what it is now.
 
     Args:
         synced: whether the trainer will copy the policy into the reference now and then.
     Raises:
-        InvalidRun: `synced`, and the policy is its own reference; or it has no checkpoint.
+        InvalidRun: `synced`, and the policy is its own reference.
     """
     if policy.decoder_config.lora is not None:
         if synced:
@@ -159,10 +162,4 @@ def reference_of(policy: Decoder, *, synced: bool) -> nn.Module:
                 remedy="sync_ref_model=False, or train all weights",
             )
         return AdaptersOff(policy)
-    if not policy.name_or_path:
-        raise InvalidRun(
-            "the policy was not read from a checkpoint, and no reference is given.",
-            remedy="AutoDecoder.from_pretrained(…), or ref_model=…",
-        )
-    reference = type(policy).from_pretrained(policy.name_or_path, dtype=policy.dtype, device=policy.device)
-    return reference.requires_grad_(False).eval()
+    return deepcopy(policy).requires_grad_(False).eval()

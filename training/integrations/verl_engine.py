@@ -1,17 +1,20 @@
 """verl: its FSDP engine with our decoder inside, for CPU and CUDA. One process on CPU, without Ray:
 
-    python -m bestiary.training.integrations.verl_engine --help
+    VERL_PLATFORM=cpu python -m bestiary.training.integrations.verl_engine --help
 
 In a run of verl: `strategy: fsdp2` of actor and reference, VERL_USE_EXTERNAL_MODULES=<this module>, and
 VERL_ENGINE_VENDOR=bestiary, under which the engine is registered. verl 0.9.1 is installed without its dependencies,
-which pin an old transformers (`tools/requirements/verl.txt`).
+which pin an old transformers (`tools/requirements/verl.txt`). With adapters also `model.lora.merge: True`, or verl
+starts its rollout engine for adapters sent apart; `checkpoint_engine.backend` naive or nccl, for delta_sharded reads
+shards by our own names.
 
 verl's own are the micro-batches, losses, optimiser, schedule, checkpoints and metrics. Ours are the model (built on
 meta, spread by `parallelize`, read slice by slice), adapters inside it, a forward pass that gives log-probabilities
 and entropy without logits, and the weights that leave for a rollout engine: hub names and shapes, adapters merged.
 
 verl registers no platform for CPUs: `get_device_name()` answers "cuda" there (the last line of
-`_detect_platform_name` in verl/plugin/platform/platform_manager.py). `CpuPlatform` is one.
+`_detect_platform_name` in verl/plugin/platform/platform_manager.py). `CpuPlatform` is one, taken where
+VERL_PLATFORM=cpu asks for it: a process without a GPU may be the head of a cluster that has them.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -44,12 +47,12 @@ VENDOR = "bestiary"
 with needs("verl", INSTALL), warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of engines for libraries that are not there
     from tensordict import TensorDict
-    from verl.plugin.platform import PlatformBase, PlatformRegistry, set_platform
+    from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 
 @PlatformRegistry.register(platform="cpu")
 class CpuPlatform(PlatformBase):
-    """Processors as verl's device; used where there is no GPU."""
+    """Processors as verl's device; VERL_PLATFORM=cpu asks for it."""
 
     device_name = "cpu"
     vendor_name = "cpu"
@@ -125,9 +128,6 @@ class CpuPlatform(PlatformBase):
         """None."""
 
 
-if not torch.cuda.is_available():
-    set_platform(CpuPlatform())  # before an engine is imported: each reads the device's name then
-
 with needs("verl", INSTALL), warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from verl.trainer.config import CheckpointConfig
@@ -196,8 +196,26 @@ class BestiaryEngine(FSDPEngineWithLMHead):
 
         Args:
             options: of verl, about adapters sent by themselves; they are folded in always.
+        Raises:
+            InvalidRun: adapters, and a rollout engine that was started for adapters sent apart.
         """
+        if self.module.decoder_config.lora is not None and not self.model_config.lora.get("merge", False):
+            raise InvalidRun(
+                "model.lora.merge = False: the rollout engine waits for adapters, and merged weights are sent.",
+                remedy="model.lora.merge=True",
+            )
         return unfuse_moe_params(self.module.named_hf_tensors(), self.model_config.hf_config.model_type), None
+
+    def get_per_tensor_param_shard(self, **options: Any) -> NoReturn:
+        """Refused, and with it verl's two methods that read it: shards have our own names, and adapters beside them.
+
+        Raises:
+            InvalidRun: always.
+        """
+        raise InvalidRun(
+            'checkpoint_engine.backend = "delta_sharded" sends shards of our parameters; no rollout engine reads them.',
+            remedy="checkpoint_engine.backend naive or nccl",
+        )
 
     def disable_adapter(self) -> AbstractContextManager[object]:
         """The model without its adapters: the reference of a policy that trains them."""
@@ -230,7 +248,11 @@ def engine(
 
     Args:
         dtype: of parameters and computation.
+    Raises:
+        InvalidRun: no GPU, and verl was not told to go without.
     """
+    if get_device_name() == "cuda" and not torch.cuda.is_available():
+        raise InvalidRun("verl's platform is CUDA, and there is no GPU.", remedy="VERL_PLATFORM=cpu in the environment")
     os.environ["VERL_ENGINE_VENDOR"] = VENDOR
     made: FSDPEngineWithLMHead = EngineRegistry.new(
         "language_model",
@@ -241,6 +263,7 @@ def engine(
             override_config={"attn_implementation": "eager"},  # of a transformers model that is never built
             lora_rank=lora or 0,
             lora_alpha=2 * (lora or 0),
+            lora={"merge": True},
         ),
         FSDPEngineConfig(
             strategy="fsdp2",
@@ -305,7 +328,7 @@ def main(arguments: list[str] | None = None) -> None:
     """The command."""
     asked = parser(
         "Train a bestiary model with verl's FSDP engine.",
-        command="python -m bestiary.training.integrations.verl_engine",
+        command="VERL_PLATFORM=cpu python -m bestiary.training.integrations.verl_engine",
     ).parse_args(arguments)
     with processes(timeout_s=600):
         torch.manual_seed(0)

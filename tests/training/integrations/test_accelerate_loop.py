@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration, set_seed
 
 from bestiary.models import AutoDecoder
+from bestiary.training.errors import InvalidRun
 from bestiary.training.integrations.accelerate_loop import main, train
 from bestiary.verify.reference import promoted
 
@@ -78,3 +79,12 @@ def test_the_command_exports(lora: list[str], src: Path, tmp_path: Path, capsys:
     folder = out / "hf"
     model = AutoDecoder.from_pretrained(src, lora=folder) if lora else AutoDecoder.from_pretrained(folder)
     reloads(folder, model.to(torch.float64), src if lora else None)
+
+
+def test_one_process_of_several_is_refused(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment that `accelerate launch --num_processes 2` leaves on CPUs."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(InvalidRun, match="--multi_gpu"):
+        main([str(src), str(tmp_path / "unread.jsonl"), "--out", str(tmp_path)])

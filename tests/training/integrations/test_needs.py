@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bestiary.training.integrations.example import InvalidRow, read_rows
+from bestiary.training.integrations.example import InvalidRow, json_lines, read_rows
 from bestiary.training.integrations.needs import MissingLibrary
 
 SCRIPTS = {
@@ -36,3 +36,13 @@ def test_a_row_without_tokens_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, 2]}\n{"ids": [1]}\n')
     with pytest.raises(InvalidRow, match="line 2"):
         read_rows(tmp_path / "rows.jsonl", "unused")
+
+
+def test_lines_end_with_a_line_feed_alone(tmp_path: Path) -> None:
+    """Not at U+2028, which JSON allows inside of strings; blank lines are none; bytes that are no text are named."""
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes('{"text": "a\u2028b"}\r\n\n{"text": "c"}\n'.encode())
+    assert list(json_lines(file)) == [(1, {"text": "a\u2028b"}), (3, {"text": "c"})]
+    file.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(InvalidRow, match="line 2 is no JSON"):
+        read_rows(file, "unused")

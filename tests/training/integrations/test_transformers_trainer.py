@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, TrainingArguments
 
 from bestiary.models import AutoDecoder, LoRAConfig
-from bestiary.training.errors import CheckpointRefused, InvalidRun
+from bestiary.training.errors import CheckpointRefused
 from bestiary.training.integrations import transformers_trainer
+from bestiary.training.integrations.example import InvalidRow
 from bestiary.training.integrations.script import dataset
 from bestiary.training.integrations.transformers_trainer import DecoderTrainer, load_weights
 
@@ -126,5 +127,5 @@ def test_a_data_file_that_is_none_is_refused(tmp_path, content, said):
     file = tmp_path / "rows.jsonl"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(InvalidRun, match=said):
+    with pytest.raises(InvalidRow, match=said):
         dataset(file)

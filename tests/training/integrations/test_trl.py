@@ -129,6 +129,16 @@ def test_dpo_updates_are_those_of_transformers_model(folders, tmp_path, family, 
         assert ours.logged[0]["loss"] == pytest.approx(math.log(2), abs=1e-8)  # logged in float32
 
 
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_in_bfloat16_the_reference_computes_as_the_policy_does(folders, tmp_path, lora):
+    """The first loss is ln 2 under autocast too, of weights that are no longer the checkpoint's."""
+    model = AutoDecoder.from_pretrained(folders["gemma3"], dtype=torch.float32, lora=lora)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+    ours = dpo(DecoderDPOTrainer, model, tmp_path, 1, options={"bf16": True})
+    assert ours.logged[0]["loss"] == pytest.approx(math.log(2), abs=1e-7)
+
+
 @pytest.mark.parametrize("precomputed", [False, True])
 def test_dpo_of_our_adapters_is_that_of_pefts(folders, tmp_path, precomputed):
     """The reference is the model without adapters on both sides, in every step or beforehand."""

@@ -13,6 +13,7 @@ from verl.workers.utils.losses import sft_loss
 
 from bestiary.models import AutoDecoder
 from bestiary.models.sharding import whole
+from bestiary.training.errors import InvalidRun
 from bestiary.training.integrations.example import Steps, targets
 from bestiary.training.integrations.verl_engine import BestiaryEngine, engine, main, packed, train
 from bestiary.training.processes import processes
@@ -115,6 +116,17 @@ def test_the_command_exports(src: Path, tmp_path: Path, capsys: pytest.CaptureFi
     main([str(src), str(written(tmp_path)), "--out", str(out), "--steps", "2", "--accumulate", "2"])
     assert capsys.readouterr().out.splitlines()[-1].startswith("loss ")
     reloads(out / "hf", AutoDecoder.from_pretrained(out / "hf", dtype=torch.float64))
+
+
+def test_what_a_rollout_could_not_read_is_refused(src: Path) -> None:
+    """Shards by our names, and merged weights to an engine that waits for adapters."""
+    mine = made(src, lora=True)
+    for send in (mine.prime_delta_snapshots, mine.get_per_tensor_param_delta_shard):
+        with pytest.raises(InvalidRun, match="naive or nccl"):
+            send()
+    mine.model_config.lora["merge"] = False
+    with pytest.raises(InvalidRun, match=r"model\.lora\.merge=True"):
+        mine.get_per_tensor_param()
 
 
 def exported(mine: Any) -> dict[str, Tensor]:
