@@ -43,6 +43,6 @@ def test_lines_end_with_a_line_feed_alone(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes('{"text": "a\u2028b"}\r\n\n{"text": "c"}\n'.encode())
     assert list(json_lines(file)) == [(1, {"text": "a\u2028b"}), (3, {"text": "c"})]
-    file.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    file.write_bytes(b'{"input_ids": [1, 2]}\n{"text": "\xff"}\n')
     with pytest.raises(InvalidRow, match="line 2 is no JSON"):
         read_rows(file, "unused")
