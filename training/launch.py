@@ -248,6 +248,7 @@ def _session(ray: Any, processes: int) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    before = signal.getsignal(signal.SIGTERM)  # Ray puts its own in its place, and leaves it there
     if "RAY_ADDRESS" in os.environ:
         ray.init()
     else:
@@ -257,6 +258,8 @@ def _session(ray: Any, processes: int) -> Iterator[None]:
     finally:
         sys.stdout.flush()
         ray.shutdown()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _check_room(ray: Any, processes: int) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -183,10 +184,13 @@ def joined(rank: int, folder: Path) -> Iterator[None]:
     """One of the two, as torchrun would have started it."""
     before = dict(os.environ)
     os.environ.update(ENVIRONMENT, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD)
+    store, patience = dist.FileStore(str(folder / "store"), WORLD), timedelta(seconds=120)  # the other one may die
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=patience)
+    forget()  # other tests of this process may have trained with it alone
     try:
         yield
     finally:
+        forget()
         gc.collect()  # wrappers lie in cycles and hold threads of the group: they go before it does
         dist.destroy_process_group()
         os.environ.clear()
