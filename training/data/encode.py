@@ -89,7 +89,7 @@ class RowEncoder:
 
     def describe(self) -> str:
         """What tokens and labels depend on beside the tokenizer, as JSON: a state taken under another is refused."""
-        settings = {
+        settings: dict[str, Any] = {
             "kind": self.kind,
             "shape": self.shape,
             "columns": dict(self.columns),

@@ -187,8 +187,8 @@ def _said(
     words, log_probs = found.words.to(torch.int32).cpu().numpy(), found.log_prob.cpu().numpy()
     if np.isnan(log_probs).any():
         raise Diverged(
-            f"the teacher gives NaN where {asked.teacher.dtype} is computed in.",
-            remedy="precision.parameters=float32, or bfloat16, whose range is wider than float16's",
+            f"the teacher gives NaN where {teacher.dtype} is computed in.",
+            remedy="precision.compute=bfloat16, whose range is wider than float16's, or float32",
         )
     for one, start in zip(documents, pack.borders.tolist(), strict=False):
         rows = start + np.flatnonzero(one.labels != IGNORED) - 1  # a word is said one position before its token
