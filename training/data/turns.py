@@ -325,7 +325,7 @@ def _parts(
     content = by_kind.get("content")
     rest = content[0] if content else by_kind["call"][0] if "call" in by_kind else stop[0]
     opening = facts.reasoning_opening.strip()
-    if "reasoning" in by_kind or (opening and plain.startswith(opening, begin)):
+    if "reasoning" in by_kind or (opening and plain.startswith(opening, begin, rest)):
         # Harmony speaks again after its reasoning: <|end|><|start|>assistant stands between, and is generated too.
         after = by_kind["reasoning"][1] if "reasoning" in by_kind else begin + len(opening)
         again = plain.find(facts.generation_prompt, after, rest)

@@ -367,6 +367,15 @@ def test_a_recognised_form_gives_what_marks_give(tokenizer_of, family, data):
     assert layout_or_refusal(template, talk) == by_marks
 
 
+def test_an_answer_that_spells_the_opening_of_reasoning_has_none(tokenizer_of):
+    """It is content, whoever finds the layout."""
+    template = tokenizer_of("qwen3").chat
+    template.skeletons = Skeletons()
+    turns = lay_out(template, [user("a"), assistant("<think>"), user("a"), assistant("")]).turns
+    assert turns[1].parts.keys() == {"content", "stop"}
+    assert turns[3].parts.keys() == {"reasoning", "stop"}
+
+
 def layout_or_refusal(template, talk):
     try:
         return lay_out(template, talk)
