@@ -213,7 +213,7 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         wanted = self.decoder_config.output_router_logits if output_router_logits is None else output_router_logits
         if wanted and router_logits:
             counted = None if attention_mask is None else attention_mask[:, -inputs.length :].reshape(-1)
-            self._add_router_loss(output, router_logits, counted)
+            self.add_router_loss(output, router_logits, counted)
         if not self._keep_hidden:
             return DecoderOutput(output)
         return DecoderOutput(output, hidden_states=hidden)
@@ -276,9 +276,16 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
 
     _keep_hidden = False
 
-    def _add_router_loss(
+    def add_router_loss(
         self, output: dict[str, Any], router_logits: tuple[Tensor, ...], token_mask: Tensor | None
     ) -> None:
+        """Put `router_logits` and `aux_loss` into an output, and weighed into its `loss` if it has one.
+
+        Args:
+            token_mask: (B · T,), 0 for tokens that do not count; None: all count.
+        Raises:
+            InvalidConfig: a model without experts.
+        """
         moe = self.decoder_config.moe
         if moe is None:
             raise InvalidConfig("output_router_logits on a model without experts.", remedy="drop it")

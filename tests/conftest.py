@@ -1,10 +1,15 @@
 """Settings shared by all tests."""
 
 import os
+import weakref
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # A first call may load a library or compile: how long one example takes says nothing about the property.
 settings.register_profile("bestiary", deadline=None)
@@ -25,3 +30,20 @@ def reference_data() -> Path:
     if os.environ.get("CI") == "true":
         pytest.fail("CI=true and BESTIARY_REFERENCE_DATA is unset: the checks against published checkpoints must run")
     pytest.skip("BESTIARY_REFERENCE_DATA names no folder with configs and tensor listings of published checkpoints")
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> "list[weakref.ref[Tensor]]":
+    """Grows by one with every weight that is packed."""
+    from bestiary.kernels import packed
+
+    made: list[weakref.ref[Tensor]] = []
+    pack = packed._pack
+
+    def noted(weight: "Tensor") -> "Tensor":
+        copy = pack(weight)
+        made.append(weakref.ref(copy))
+        return copy
+
+    monkeypatch.setattr(packed, "_pack", noted)
+    return made

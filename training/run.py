@@ -165,7 +165,7 @@ def prepare(
     saver = Checkpoints(
         config.out / CHECKPOINTS,
         config.checkpoint,
-        bound=_bound(config, model, tokenizer.fingerprint, steps, here.size),
+        bound=_bound(config, model, tokenizer.fingerprint, steps, mesh),
         group=here.saving,
         export=_exporter(config, tokenizer) if config.checkpoint.export else None,
         seed=config.loop.seed,
@@ -338,13 +338,13 @@ def _note(config: RunConfig, tokenizer: BaseHFModelTokenizer) -> None:
     (config.out / CONFIG).write_text(config.yaml(), encoding="utf-8")
 
 
-def _bound(config: RunConfig, model: Decoder, fingerprint: Fingerprint, steps: int, size: int) -> dict[str, Any]:
-    """What a resume must agree in; `size`: processes."""
+def _bound(config: RunConfig, model: Decoder, fingerprint: Fingerprint, steps: int, mesh: DeviceMesh) -> dict[str, Any]:
+    """What a resume must agree in."""
     section = config.model_dump(mode="json", exclude={"rollouts": {"rows"}})  # how many at once changes no answer
     # States of eight bits are each process's own, in blocks of what it holds.
-    mesh = {"parallel": section["parallel"], "processes": size} if config.optim.name == "adamw8bit" else {}
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     return {
-        **mesh,
+        **({"mesh": sizes} if config.optim.name == "adamw8bit" else {}),
         "recipe": config.recipe,
         "loss": section["loss"],
         "model": repr(replace(model.decoder_config, compile_blocks=False, activation_checkpointing=False)),

@@ -30,21 +30,6 @@ def without_gradients() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> list["weakref.ref[Tensor]"]:
-    """Grows by one with every weight that is packed."""
-    made: list[weakref.ref[Tensor]] = []
-    pack = packed._pack
-
-    def noted(weight: Tensor) -> Tensor:
-        copy = pack(weight)
-        made.append(weakref.ref(copy))
-        return copy
-
-    monkeypatch.setattr(packed, "_pack", noted)
-    return made
-
-
 def setting(dtype: torch.dtype = torch.float32, outer: int = 67, inner: int = 96) -> tuple[Tensor, nn.Parameter]:
     """x (BATCH, 1, inner), weight (outer, inner)."""
     generator = torch.Generator().manual_seed(outer)

@@ -25,21 +25,6 @@ NEW = packed.USES + 1
 Copies = list["weakref.ref[Tensor]"]
 
 
-@pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
-    """Grows by one with every weight that is packed."""
-    made: Copies = []
-    pack = packed._pack
-
-    def noted(weight: Tensor) -> Tensor:
-        copy = pack(weight)
-        made.append(weakref.ref(copy))
-        return copy
-
-    monkeypatch.setattr(packed, "_pack", noted)
-    return made
-
-
 def both_ways(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[], Decoder], new: int = NEW
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

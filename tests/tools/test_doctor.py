@@ -62,6 +62,16 @@ def test_what_is_left_works(without):
     assert without["machine"]["memory_gib"] > 1
 
 
+def test_a_required_package_that_is_not_there_is_the_diagnosis():
+    """Not an error of the doctor's own."""
+    program = PROGRAM.replace(str(BLOCKED), "('huggingface_hub',)").replace('"-"]', '"-", "--no-check"]')
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 7, done.stderr
+    found = json.loads(done.stdout)
+    assert found["versions"]["huggingface_hub"] == "missing"
+    assert found["checks"] == []
+
+
 def test_a_hub_that_answers_is_reachable():
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert reachable(f"http://127.0.0.1:{server.getsockname()[1]}")

@@ -78,6 +78,26 @@ def test_an_accelerate_that_started_one_process_of_several_is_named(monkeypatch)
 # ---------------------------------------------------------------------- Ray
 
 
+def test_figures_that_come_late_are_not_lost():
+    """What was asked for and not answered in time is waited for again, and asked once."""
+    late = ray.exceptions.GetTimeoutError
+    answers, asked, seen = [late(), [("log", (1, {"loss": 2.0}))]], [], []
+
+    def get(reference, timeout):
+        found = answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    member = SimpleNamespace(events=SimpleNamespace(remote=lambda: asked.append(1) or len(asked)))
+    tracker = SimpleNamespace(log=lambda *arguments: seen.append(arguments))
+    told = launching._Told(SimpleNamespace(get=get, exceptions=ray.exceptions), member, [tracker])
+    told.relay(0.1)
+    assert seen == []
+    told.relay(0.1)
+    assert (seen, len(asked)) == ([(1, {"loss": 2.0})], 1)
+
+
 @pytest.fixture(scope="module")
 def session():
     """One on this machine, without its dashboard."""

@@ -201,6 +201,16 @@ def test_an_evaluation_at_the_start_is_that_of_the_model_as_it_came(file):
     assert len(made.log.of("eval/loss")) == 2
 
 
+def test_an_evaluation_at_the_start_that_is_not_finite_ends_the_run(file):
+    """With the reason; patience and the end of the data have nothing to do with it."""
+    evaluation = EvaluationSection(sources=(), every=2, at_start=True, patience=1)
+    made = trainer(file, steps=2, loop=LoopSection(steps=2, evaluation=evaluation), held_out=held_out(file, 2))
+    with torch.no_grad():
+        made.model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(Diverged, match="evaluation before the first step gives nan"):
+        made.fit()
+
+
 def test_held_out_data_without_trained_tokens_is_refused(file):
     made = trainer(file, held_out=[assemble([], 48, 0)])
     with pytest.raises(InvalidRun, match="held-out data has nothing"):

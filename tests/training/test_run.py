@@ -15,9 +15,12 @@ from bestiary.tools import cli
 from bestiary.training.checkpoint import saved_steps
 from bestiary.training.config import load_run_config
 from bestiary.training.data.errors import FingerprintChanged
+from bestiary.training.data.tokenizer import BaseHFModelTokenizer
 from bestiary.training.errors import CheckpointRefused, InvalidRun
+from bestiary.training.parallel import build_mesh
+from bestiary.training.processes import processes
 from bestiary.training.recipes.sft import SFT
-from bestiary.training.run import check_data, run
+from bestiary.training.run import _bound, check_data, run
 
 from ..child import python
 from ..models.tiny import tiny_config
@@ -138,6 +141,26 @@ def test_a_loss_and_the_rows_of_a_file_plug_in_by_their_names(whole, place, tmp_
     other = load_run_config(tmp_path / "run.json", [f"out={tmp_path / 'other'}"], recipe="sft")
     with pytest.raises(InvalidRun, match="makes no recipe: name, unit"):
         run(other)
+
+
+def test_states_of_eight_bits_bind_a_run_to_its_mesh(place):
+    """And no other optimiser does."""
+    model = AutoDecoder.from_pretrained(place / "model")
+    tokenizer = BaseHFModelTokenizer.from_pretrained(folder("smollm"))
+    with processes(60):
+        mesh = build_mesh()
+        bound = {
+            name: _bound(
+                load_run_config(place / "run.json", ["out=x", f"optim.name={name}"], recipe="sft"),
+                model,
+                tokenizer.fingerprint,
+                3,
+                mesh,
+            )
+            for name in ("adamw", "adamw8bit")
+        }
+    assert bound["adamw8bit"]["mesh"] == {"replicate": 1, "shard": 1, "expert": 1, "tensor": 1}
+    assert "mesh" not in bound["adamw"]
 
 
 def test_the_file_of_a_run_is_the_whole_run(whole, place):

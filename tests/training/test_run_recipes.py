@@ -19,7 +19,8 @@ from bestiary.training.data.formats import Place
 from bestiary.training.data.rows import fields_of
 from bestiary.training.data.samples import Distillation, parse
 from bestiary.training.data.source import Source
-from bestiary.training.errors import InvalidRun
+from bestiary.training.errors import Diverged, InvalidRun
+from bestiary.training.recipes import teacher_file
 from bestiary.training.recipes.teacher_file import _Row, _written, store_teacher
 from bestiary.training.run import run
 
@@ -169,6 +170,29 @@ def test_a_teacher_s_file_is_whole_or_not_there(stored, file, more, error, said)
     with pytest.raises(error, match=said):
         store_teacher(config, stored / file)
     assert sorted(stored.iterdir()) == before
+
+
+def test_a_teacher_s_file_holds_what_can_be_read_again(stored, tmp_path, monkeypatch):
+    """No line longer than readers take, no words of a teacher that computes NaN, no file of few rows that were left."""
+    given = changes("distill", "x")
+    config = load_run_config(stored / "run.json", given, recipe="distill")
+    with monkeypatch.context() as patched:
+        patched.setattr(teacher_file, "BUFFER_BYTES", 100)
+        with pytest.raises(InvalidRun, match=r"MiB of JSON(.|\n)*FILE\.parquet"):
+            store_teacher(config, tmp_path / "long.jsonl")
+    broken = AutoDecoder.from_pretrained(stored / "teacher")
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(float("nan"))
+    broken.save_pretrained(tmp_path / "broken")
+    for other, error, said in (
+        ([f"loss.teacher={tmp_path / 'broken'}"], Diverged, "the teacher gives NaN"),
+        (["data.sources.0.files=asked.jsonl", "data.sources.0.on_corrupt=skip"], CorruptRow, "101 rows were left out"),
+    ):
+        (stored / "asked.jsonl").write_text((json.dumps({"messages": [say("user", "so?")]}) + "\n") * 101)
+        config = load_run_config(stored / "run.json", [*given, *other], recipe="distill")
+        with pytest.raises(error, match=said):
+            store_teacher(config, tmp_path / "a.jsonl")
+    assert [one.name for one in tmp_path.iterdir()] == ["broken"]
 
 
 ON_POLICY = ["rollouts.max_tokens=12", "rollouts.temperature=0.8", "data.overflow=drop"]

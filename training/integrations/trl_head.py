@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bestiary.kernels.balance import load_balancing_loss
 from bestiary.models import Decoder
 from bestiary.models.inputs import read_inputs, shifted
 from bestiary.models.lora import adapters_off
@@ -108,20 +107,18 @@ def _scored(
 
     mask, log_probs = (targets != -100)[:, shown], laid_out(core.log_prob)
     items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    loss, aux_loss, moe = -core.log_prob.sum() / items, None, decoder.decoder_config.moe
+    output: dict[str, Any] = {"loss": -core.log_prob.sum() / items, "aux_loss": None}
     wanted = decoder.decoder_config.output_router_logits if output_router_logits is None else output_router_logits
-    if wanted and moe is not None:
-        counted = None if attention_mask is None else attention_mask.reshape(-1)
-        aux_loss = load_balancing_loss(router_logits, moe.router.top_k, counted)
-        loss = loss + decoder.decoder_config.router_aux_loss_coef * aux_loss
+    if wanted and router_logits:
+        decoder.add_router_loss(output, router_logits, None if attention_mask is None else attention_mask.reshape(-1))
     return FusedCausalLMOutput(
-        loss=loss,
+        loss=output["loss"],
         log_probs=log_probs,
         entropy=laid_out(core.entropy),
         mean_logits=laid_out(core.logit_mean),
         is_top1=None if core.top1 is None else laid_out(core.top1 == targets.reshape(-1)),
         label_mask=mask,
-        aux_loss=aux_loss,
+        aux_loss=output["aux_loss"],
     )
 
 
