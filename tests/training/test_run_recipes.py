@@ -172,6 +172,14 @@ def test_a_teacher_s_file_is_whole_or_not_there(stored, file, more, error, said)
     assert sorted(stored.iterdir()) == before
 
 
+def test_without_a_teacher_held_out_data_must_bring_its_words_too(stored, tmp_path):
+    """Refused before anything is loaded, not at the first evaluation."""
+    held = '[{"name": "held", "files": "held.jsonl", "kind": "chat"}]'
+    given = [*told(tmp_path / "run", "jsonl"), f'loop.evaluation={{"sources": {held}, "every": 4}}']
+    with pytest.raises(InvalidRun, match=r"loss\.teacher is missing(.|\n)*held-out ones too"):
+        run(load_run_config(stored / "run.json", given, recipe="distill"))
+
+
 def test_a_teacher_s_file_holds_what_can_be_read_again(stored, tmp_path, monkeypatch):
     """No line longer than readers take, no words of a teacher that computes NaN, no file of few rows that were left."""
     given = changes("distill", "x")
