@@ -29,5 +29,13 @@ class RankLost(BestiaryError):
     """Another process of the run died or stopped answering."""
 
 
+class RoleLost(BestiaryError):
+    """The process of a role (policy, rollout, reference, reward, environment) died or stopped answering."""
+
+
+class RewardFailed(BestiaryError):
+    """Reward functions raised, hung or gave no number more often than the run allows."""
+
+
 class OutOfMemory(BestiaryError):
     """The model or a step did not fit; the message has the estimate and what lowers it."""
