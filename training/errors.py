@@ -37,5 +37,9 @@ class RewardFailed(BestiaryError):
     """Reward functions raised, hung or gave no number more often than the run allows."""
 
 
+class EnvironmentFailed(BestiaryError):
+    """Environments raised or hung more often than the run allows."""
+
+
 class OutOfMemory(BestiaryError):
     """The model or a step did not fit; the message has the estimate and what lowers it."""

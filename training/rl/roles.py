@@ -39,6 +39,9 @@ class Prompt:
 class Sampler(Protocol):
     """Plays prompts against an environment with a rollout engine; what comes out are whole groups.
 
+    `extra` of a trajectory has `row`, the prompt's, which rewards read; `turns`; `sample_s` and `environment_s`, the
+    seconds of each; `failed`, an error's text, where an environment's error ended it; and what the environment said.
+
     Attributes:
         engine: whose answers they are; `Policy.sync` puts weights into it.
     """
@@ -56,7 +59,9 @@ class Sampler(Protocol):
         Raises:
             RoleLost: the engine's or the environment's process died; what was in flight stays in flight and is played
                 again once the role is restarted and the engine has weights.
-            InvalidRun: fewer are in flight.
+            EnvironmentFailed: more episodes were ended by an error or the timeout of their environment than the run
+                allows; below that they come with `extra["failed"]` and no rewards.
+            InvalidRun: fewer are in flight; a prompt that leaves no room for an answer.
         """
         ...
 
@@ -70,7 +75,7 @@ class Sampler(Protocol):
         ...
 
     def resume(self) -> None:
-        """Sample again."""
+        """Sample again, also after an error of the engine, whose unfinished answers are asked for anew."""
         ...
 
     def close(self) -> None:
