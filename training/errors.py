@@ -1,6 +1,10 @@
 """What can be wrong with a training run: each error names the field or file and says how to go on."""
 
+from typing import Literal
+
 from bestiary.kernels.errors import BestiaryError
+
+Role = Literal["policy", "rollout", "reference", "reward", "teacher", "environment"]
 
 
 class InvalidRun(BestiaryError):
@@ -30,7 +34,15 @@ class RankLost(BestiaryError):
 
 
 class RoleLost(BestiaryError):
-    """The process of a role (policy, rollout, reference, reward, environment) died or stopped answering."""
+    """The process of a role died or stopped answering.
+
+    Attributes:
+        role: whose, so that the controller knows what to start again.
+    """
+
+    def __init__(self, what: str, *, role: Role, read_from: str | None = None, remedy: str | None = None) -> None:
+        self.role = role
+        super().__init__(what, read_from=read_from, remedy=remedy)
 
 
 class RewardFailed(BestiaryError):
