@@ -138,6 +138,7 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         distillation: Distillation | None = None,
         return_teacher: bool = False,
         return_entropy: bool = False,
+        allowed: Tensor | None = None,
         **ignored: Any,
     ) -> DecoderOutput:
         """Logits of a batch, or with labels its loss and log-probabilities; with a score head, its scores.
@@ -157,6 +158,8 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
             return_logits: with labels, whether to compute logits as well; default no.
             cu_seq_lens_q: (documents + 1,) borders of packed documents in a batch of one row.
             return_entropy: with targets the output holds `entropy`, with a graph where log_probs have one.
+            allowed: (B, T, k) int64, the words among which each target was chosen, −1 for no further one: log_probs,
+                entropy and loss are those of the distribution over them.
             distillation: a teacher with B · T rows; loss and gradients are then those of the divergence from it, at the
                 positions with a target.
             return_teacher: the output holds `teacher`, which another model's `distillation` takes. Its weight is this
@@ -181,6 +184,7 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
                 distillation=distillation is not None,
                 return_teacher=return_teacher,
                 return_entropy=return_entropy,
+                allowed=allowed is not None,
             )
         past = past_key_values if past_key_values is not None else cache
         if past is None and use_cache:
@@ -195,11 +199,18 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         if self.decoder_config.head is HeadKind.SCORE:
             output["scores"] = self.score(hidden, last_tokens(inputs, hidden.shape[0], cu_seq_lens_q))
             output["logits"], return_logits = output["scores"], False
+        if allowed is not None and (targets is None or return_teacher or distillation is not None):
+            raise InvalidInput(
+                "forward(allowed=…) without targets, or with distillation: nothing is chosen among those words.",
+                remedy="pass labels or shift_labels with it, and no teacher",
+            )
         if return_teacher or distillation is not None:
             self._distil(output, hidden, targets, temperature, num_items_in_batch, distillation, return_teacher)
         elif targets is not None:
             alone = shift_labels is not None and num_items_in_batch is None
-            columns = {"entropy": True} if return_entropy else {}
+            columns: dict[str, Any] = {"entropy": True} if return_entropy else {}
+            if allowed is not None:
+                columns["allowed"] = allowed
             loss, core = self._scored(hidden, targets, temperature, num_items_in_batch, columns, per_token=alone)
             output["log_probs"] = core.log_prob.view_as(targets).clone()  # FSDP2 hooks outputs, and not on views
             if core.entropy is not None:
@@ -224,12 +235,12 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         targets: Tensor,
         temperature: float,
         num_items: Tensor | int | None,
-        columns: Mapping[str, bool],
+        columns: Mapping[str, Any],
         *,
         per_token: bool,
     ) -> tuple[Tensor, LogProb]:
         """The loss and the log-probabilities, which have a graph of their own if `per_token`."""
-        if isinstance(self.lm_head, Head) and not per_token:
+        if isinstance(self.lm_head, Head) and not per_token and "allowed" not in columns:
             scored = self.lm_head(hidden, targets, temperature=temperature, loss=True, num_items=num_items, **columns)
             return cast(tuple[Tensor, LogProb], scored)
         core = cast(LogProb, self.lm_head(hidden, targets, temperature=temperature, **columns))

@@ -122,6 +122,7 @@ class GenerationMixin:
         generator: torch.Generator | None = None,
         uniforms: Tensor | None = None,
         finished: Callable[[bool], bool] | None = None,
+        allowed: Callable[[Tensor], Tensor] | None = None,
         return_log_probs: bool = False,
         allow_long: bool = False,
         use_cache: bool = True,
@@ -140,14 +141,17 @@ class GenerationMixin:
                 a row's answer depends on its own numbers and not on its neighbours.
             finished: of a model that lies in parts on several processes, each with prompts of its own: whether all of
                 them are done, from whether this one is. All call it after every token and stop together.
+            allowed: what was generated, (B, n) int64, to the ids that may follow in each row, (B, k) int64, −1 for no
+                further one. Of a row that they are all −1 of nothing more is asked; at first each row has one.
             allow_long: permit positions at and past `max_position_embeddings`.
             use_cache: False recomputes everything for each token (a reference for tests).
         Returns:
             (B, T + new) int64; with `return_log_probs` also (B, new): log-probability of each token under
-            softmax(logits / temperature), before filters, 0 after the end of a row. Greedy has no temperature.
+            softmax(logits / temperature), before filters, 0 after the end of a row. Greedy has no temperature. With
+            `allowed` the softmax is over those ids, and a row ends where there are none.
         Raises:
             InvalidInput: a score head, right padding, an empty row, a length beyond the context without `allow_long`,
-                uniforms of another shape.
+                uniforms of another shape, nothing allowed at the beginning of a row.
         Cost:
             On CPUs the weights are packed for the length of the call where that pays (`kernels.packed`): a copy of at
             most 2 GiB. Not with hooks or modules of others, which could write weights behind torch's back (`.data`);
@@ -178,6 +182,7 @@ class GenerationMixin:
         use_cache = use_cache and not _frequencies_change(model, sequence_length)
         cache = Cache(model.decoder_config) if use_cache else None
         sequence, log_probs = input_ids, []
+        words = None if allowed is None else _first_allowed(allowed, input_ids)
         unseen = input_ids
         cheap = use_cache and _is_unobserved(model)
         with packed_weights(uses=max_new_tokens - 1 if cheap else 0, rows=rows):
@@ -189,20 +194,39 @@ class GenerationMixin:
                 logits = output["logits"][:, -1]
                 logits = logits.to(at_least_fp32(logits.dtype))  # a cumulative sum in bf16 would not reach top_p
                 drawn = None if uniforms is None else uniforms[:, place]
-                chosen = torch.where(running, sampling.choose(logits, generator, drawn), pad)
+                if words is not None:
+                    logits = logits.gather(-1, words.clamp(min=0)).masked_fill(words < 0, -torch.inf)
+                taken = torch.where(running, sampling.choose(logits, generator, drawn), 0)
                 if return_log_probs:
                     scored = (logits / sampling.temperature if sampling.do_sample else logits).log_softmax(-1)
-                    log_probs.append(torch.where(running, scored.gather(-1, chosen[:, None]).squeeze(-1), 0.0))
+                    log_probs.append(torch.where(running, scored.gather(-1, taken[:, None]).squeeze(-1), 0.0))
+                named = taken if words is None else words.gather(-1, taken[:, None]).squeeze(-1)
+                chosen = torch.where(running, named, pad)
                 sequence = torch.cat((sequence, chosen[:, None]), dim=1)
                 if mask is not None:
                     mask = torch.cat((mask, mask.new_ones(rows, 1)), dim=1)
                 running = running & ~torch.isin(chosen, stop_tensor)
-                if stops:
+                if allowed is not None:
+                    words = allowed(sequence[:, input_ids.shape[1] :])
+                    running = running & (words >= 0).any(-1)
+                if stops or words is not None:
                     done = not bool(running.any())
                     if done if finished is None else finished(done):
                         break
                 unseen = chosen[:, None] if use_cache else sequence
         return (sequence, torch.stack(log_probs, dim=1)) if return_log_probs else sequence
+
+
+def _first_allowed(allowed: Callable[[Tensor], Tensor], input_ids: Tensor) -> Tensor:
+    """(B, k), what may begin each row."""
+    words = allowed(input_ids[:, :0])
+    barred = (words < 0).all(-1)
+    if barred.any():
+        raise InvalidInput(
+            f"row {int(barred.nonzero()[0])} of {len(input_ids)} has no id that may come first.",
+            remedy="a constraint that allows one at least",
+        )
+    return words
 
 
 def _sampling(given: dict[str, Any], settings: Mapping[str, Any]) -> Sampling:

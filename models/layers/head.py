@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bestiary.kernels.allowed import linear_allowed_log_prob
 from bestiary.kernels.cross_entropy import linear_cross_entropy
 from bestiary.kernels.divergence import Distillation, TeacherHead, linear_divergence
 from bestiary.kernels.head import head_logits
@@ -34,6 +35,7 @@ class Head(nn.Module):
         entropy: bool = False,
         top1: bool = False,
         logit_mean: bool = False,
+        allowed: Tensor | None = None,
         loss: bool = False,
         num_items: Tensor | float | None = None,
         distillation: Distillation | None = None,
@@ -42,6 +44,7 @@ class Head(nn.Module):
         """Logits (..., V) of hidden (..., H); with `targets` (...,) a flat `LogProb` of them, no logits.
 
         entropy, top1, logit_mean: more columns of it (`loss` has no logit_mean).
+        With `allowed` (..., k) among those words, −1 for none; then entropy is the only further column.
         With `loss` the pair (−Σ log p / num_items, `LogProb` without a graph), at three quarters of the cost.
         num_items None: the number of targets.
         With `distillation` the divergences (N,), with `loss` Σ / num_items, of the tokens that have a target.
@@ -75,6 +78,16 @@ class Head(nn.Module):
             "entropy": entropy,
             "top1": top1,
         }
+        if allowed is not None:
+            return linear_allowed_log_prob(
+                *rows,
+                allowed.reshape(-1, allowed.shape[-1]),
+                divisor=self.divisor,
+                softcap=self.softcap,
+                temperature=temperature,
+                ignore_index=ignore_index,
+                entropy=entropy,
+            )
         if loss:
             return linear_cross_entropy(*rows, **options, num_items=num_items, return_log_prob=True)
         return linear_log_prob(*rows, **options, logit_mean=logit_mean)
