@@ -14,7 +14,7 @@ from bestiary.models import Decoder
 from bestiary.models.sharding import gathered
 from bestiary.training.data.randomness import key_of
 from bestiary.training.recipes.documents import frozen_pass
-from bestiary.training.rl.rollout import Finish, Rollout, Sampling, check_prompts, seed_of
+from bestiary.training.rl.rollout import Finish, Rollout, Sampling, Tracks, check_prompts, seed_of
 
 Agree = Callable[[int], int]
 
@@ -66,6 +66,7 @@ class EmbeddedEngine:
         ids, mask = _left_padded([prompt for _, prompt, _ in rows] or [[0]])
         drawn = [uniforms(seed, sampling.max_tokens) for _, _, seed in rows]
         numbers = np.stack(drawn) if drawn else np.zeros((1, sampling.max_tokens))
+        tracks = None if sampling.constraint is None else Tracks(sampling.constraint, sampling.stop_ids)
         sequence, log_probs = self.model.generate(
             ids.to(device),
             None if mask is None else mask.to(device),
@@ -78,16 +79,25 @@ class EmbeddedEngine:
             pad_token_id=0,
             uniforms=torch.from_numpy(numbers).to(device),
             finished=None if self._agree is None else partial(self._finished, self._agree, not rows),
+            allowed=None if tracks is None else partial(self._allowed, tracks),
             return_log_probs=True,
         )
         said, told = sequence[:, ids.shape[1] :].cpu().numpy(), log_probs.cpu().numpy()
         made = []
-        for (place, _, _), words, values in zip(rows, said, told, strict=bool(rows)):
-            ends = np.flatnonzero(np.isin(words, sampling.stop_ids))
-            length = int(ends[0]) + 1 if len(ends) else sampling.max_tokens
-            finish: Finish = "stop" if len(ends) else "length"
-            made.append(Rollout(place, words[:length].astype(np.int32), values[:length], finish, self.version))
+        for row, ((place, _, _), words, values) in enumerate(zip(rows, said, told, strict=bool(rows))):
+            ends = np.isin(words, sampling.stop_ids)
+            if tracks is not None:
+                ends |= [tracks.ends(row, length) for length in range(1, len(words) + 1)]
+            length = int(ends.argmax()) + 1 if ends.any() else sampling.max_tokens
+            finish: Finish = "stop" if ends.any() else "length"
+            allowed = None if tracks is None else tracks.of(row, length)
+            ids = words[:length].astype(np.int32)
+            made.append(Rollout(place, ids, values[:length], finish, self.version, allowed))
         return made
+
+    @staticmethod
+    def _allowed(tracks: Tracks, said: Tensor) -> Tensor:
+        return torch.from_numpy(tracks.next(said.cpu().numpy())).to(said.device)
 
     @staticmethod
     def _finished(agree: Agree, company: bool, done: bool) -> bool:

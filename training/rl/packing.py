@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from bestiary.models import Decoder
 from bestiary.training.data.packing import Candidate, Pack, assemble
@@ -29,6 +30,7 @@ class ExperiencePack(Pack):
         experiences: in the order of the documents.
         rollout_log_probs, advantages, old_log_probs, reference_log_probs: of the experiences; None: they have none.
         temperature: that all of them were sampled at.
+        allowed: (T, k) int32, of the experiences, -1 for no further id; None: they were not constrained.
     """
 
     experiences: tuple[Experience, ...]
@@ -37,6 +39,13 @@ class ExperiencePack(Pack):
     old_log_probs: Values | None
     reference_log_probs: Values | None
     temperature: float
+    allowed: NDArray[np.int32] | None = None
+
+    def chosen_among(self) -> dict[str, Tensor]:
+        """What forward takes beside `shift_labels`: `allowed` (1, T, k), of the next token; nothing of free answers."""
+        if self.allowed is None:
+            return {}
+        return {"allowed": torch.from_numpy(self.allowed).long().roll(-1, 0)[None]}
 
 
 def pack(
@@ -50,7 +59,7 @@ def pack(
         at_least: packs of padding alone fill up to this number, so that processes run equally often.
     Raises:
         InvalidRun: an answer longer than a pack; experiences of several temperatures, or some with log-probabilities of
-            the old policy or the reference and some without.
+            the old policy or the reference, or sampled under a constraint, and some not.
     """
     kept = [one for one in experiences if one.trains]
     for one in kept:
@@ -65,7 +74,7 @@ def pack(
             f"answers sampled at temperatures {temperatures} in one step.",
             remedy="one temperature, that the policy's log-probabilities are taken at",
         )
-    columns = {name: _all_or_none(kept, name) for name in ("old_log_probs", "reference_log_probs")}
+    columns = {name: _all_or_none(kept, name) for name in ("old_log_probs", "reference_log_probs", "allowed")}
     rooms: list[int] = []
     chosen: list[list[Experience]] = []
     for one in sorted(kept, key=lambda found: -len(found.trajectory)):
@@ -103,7 +112,8 @@ def with_log_probs(
     for each in pack(experiences, pack_length, pad_id, at_least=at_least):
         batch = document_batch(each)
         with frozen_pass(model):
-            values = model(**model_inputs(batch, model, "shift_labels"), temperature=each.temperature).log_probs[0]
+            given = model_inputs(batch | each.chosen_among(), model, "shift_labels", *each.chosen_among())
+            values = model(**given, temperature=each.temperature).log_probs[0]
         aligned = values.to("cpu", torch.promote_types(values.dtype, torch.float32)).roll(1).numpy()
         for one, (start, end) in zip(each.experiences, pairwise(each.borders.tolist()), strict=False):
             of_answer = np.where(one.trajectory.sampled, aligned[start:end], 0.0).astype(aligned.dtype)
@@ -113,11 +123,11 @@ def with_log_probs(
 
 
 def _all_or_none(experiences: Sequence[Experience], column: str) -> bool:
-    have = [vars(one)[column] is not None for one in experiences]
+    have = [vars(one.trajectory if column == "allowed" else one)[column] is not None for one in experiences]
     if any(have) and not all(have):
         raise InvalidRun(
             f"{column}: {experiences[have.index(False)].trajectory.name} has none, others of the step do.",
-            remedy="compute them for all answers of a step, or for none",
+            remedy="all answers of a step have them, or none",
         )
     return any(have)
 
@@ -148,4 +158,16 @@ def _assembled(
         reference_log_probs=(
             column([vars(one)["reference_log_probs"] for one in few]) if columns["reference_log_probs"] else None
         ),
+        allowed=_allowed([one.trajectory.allowed for one in few], length) if columns["allowed"] else None,
     )
+
+
+def _allowed(given: Sequence[NDArray[np.int32] | None], length: int) -> NDArray[np.int32]:
+    """Of documents one behind the other: (length, the widest of theirs)."""
+    rows = [one for one in given if one is not None]
+    made = np.full((length, max((one.shape[1] for one in rows), default=1)), -1, np.int32)
+    start = 0
+    for one in rows:
+        made[start : start + len(one), : one.shape[1]] = one
+        start += len(one)
+    return made

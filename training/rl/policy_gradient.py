@@ -35,7 +35,8 @@ class PolicyGradient:
     entropy: measure the entropy of the policy at each trained token, also where the objective does not ask for it.
 
     The divergence from the reference is measured where the algorithm asks for one, in the loss or in the reward.
-    The temperature is that at which the experiences were sampled. A sequence is a document with a trained token.
+    The temperature is that at which the experiences were sampled; where they were constrained, log-probabilities and
+    entropy are those of the distribution over what was allowed. A sequence is a document with a trained token.
 
     Raises:
         InvalidRun: an unknown algorithm, one that lacks its max_tokens, or a correction beside the anchor that is one.
@@ -84,7 +85,7 @@ class PolicyGradient:
                 f"kl_coef = {self._reference:g} and the experiences hold no reference_log_probs.",
                 remedy="kl_coef = 0, or packing.with_log_probs(reference, …, 'reference_log_probs')",
             )
-        found = document_batch(pack) | {"temperature": pack.temperature}
+        found = document_batch(pack) | pack.chosen_among() | {"temperature": pack.temperature}
         for name in ("rollout_log_probs", "advantages", "old_log_probs", "reference_log_probs"):
             values: Values | None = getattr(pack, name)
             if name == "reference_log_probs":
@@ -108,7 +109,7 @@ class PolicyGradient:
         own computation: mismatch_mean |δ|, mismatch_mult_error e^|δ|, mismatch_kl −δ, mismatch_kl3 e^δ − δ − 1;
         off_policy, the share that is left out. `mismatch.Parity.figures` says what they are called elsewhere.
         """
-        given = model_inputs(batch, model, "shift_labels")
+        given = model_inputs(batch, model, "shift_labels", *({"allowed"} & batch.keys()))
         asked = {"return_entropy": True} if self._entropy else {}
         found = model(**given, temperature=batch["temperature"], **asked)
         log_probs: Tensor = found.log_probs

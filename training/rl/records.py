@@ -46,9 +46,12 @@ class Trajectory:
         finish: why it ended; "length" is cut off.
         rewards: by reward function, None where it could not judge.
         extra: JSON values that travel along (turns, timings, what an environment said).
+        allowed: (n, k) int32, the ids among which each sampled token was chosen, -1 for no further one and elsewhere;
+            None: the whole vocabulary.
 
     Raises:
-        RecordsRefused: lengths differ, the first token counts as sampled, or a log-probability is none.
+        RecordsRefused: lengths differ, the first token counts as sampled, a sampled token was not allowed, or a
+            log-probability is none.
     """
 
     prompt_id: str
@@ -62,6 +65,7 @@ class Trajectory:
     finish: Finish
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
+    allowed: NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
         _check_lengths(self.name, len(self.ids), sampled=self.sampled, rollout_log_probs=self.rollout_log_probs)
@@ -72,6 +76,8 @@ class Trajectory:
         if self.finish not in get_args(Finish):
             raise RecordsRefused(f"{self.name}: finish = {self.finish!r}.", remedy=f"one of {get_args(Finish)}")
         _check_log_probs(self.name, "rollout_log_probs", self.rollout_log_probs[self.sampled])
+        if self.allowed is not None:
+            _check_allowed(self.name, self.allowed, self.ids, self.sampled)
 
     @classmethod
     def of(
@@ -100,6 +106,7 @@ class Trajectory:
             finish=rollout.finish,
             rewards=dict(rewards or {}),
             extra=dict(extra or {}),
+            allowed=None if rollout.allowed is None else _behind(before, rollout.allowed),
         )
 
     def __len__(self) -> int:
@@ -187,6 +194,9 @@ def save(path: Path, records: Sequence[Trajectory] | Sequence[Experience]) -> No
     }
     if experiences:
         arrays["advantages"] = _joined([one.advantages for one in experiences])
+    constrained = [one.allowed.reshape(-1) for one in trajectories if one.allowed is not None]
+    if constrained:
+        arrays["allowed"] = _joined(constrained, np.int32)
     for column in ("old_log_probs", "reference_log_probs"):
         given = [vars(one)[column] for one in experiences if vars(one)[column] is not None]
         if given:
@@ -195,6 +205,9 @@ def save(path: Path, records: Sequence[Trajectory] | Sequence[Experience]) -> No
         {name: vars(one)[name] for name in _FIELDS} | {"rewards": dict(one.rewards), "extra": dict(one.extra)}
         for one in trajectories
     ]
+    for row, each in zip(rows, trajectories, strict=True):
+        if each.allowed is not None:
+            row["width"] = each.allowed.shape[1]
     for row, one in zip(rows, experiences, strict=False):
         row["trained"] = one.trained
         row["columns"] = [name for name in ("old_log_probs", "reference_log_probs") if vars(one)[name] is not None]
@@ -258,6 +271,8 @@ def _read(path: Path) -> tuple[str, list[tuple[Trajectory, dict[str, Any]]]]:
     found = []
     for row, length in zip(rows, arrays["lengths"].tolist(), strict=True):
         common: dict[str, Any] = {name: next_of(name, length) for name in ("ids", "sampled", "rollout_log_probs")}
+        if (width := row.pop("width", None)) is not None:
+            common["allowed"] = next_of("allowed", length * width).reshape(length, width)
         more: dict[str, Any] = {}
         if kind == "Experience":
             more = {name: next_of(name, length) for name in ("advantages", *row.pop("columns"))}
@@ -279,6 +294,26 @@ def _check_lengths(name: str, length: int, **columns: NDArray[Any]) -> None:
             raise RecordsRefused(
                 f"{name}: {column} has shape {values.shape} for {length} tokens.", remedy="one value for each token"
             )
+
+
+def _behind(before: int, allowed: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Of an answer to of the prompt of so many tokens and the answer."""
+    return np.pad(allowed, ((before, 0), (0, 0)), constant_values=-1)
+
+
+def _check_allowed(name: str, allowed: NDArray[np.int32], ids: NDArray[np.int32], sampled: NDArray[np.bool_]) -> None:
+    if allowed.ndim != 2 or len(allowed) != len(ids):
+        raise RecordsRefused(
+            f"{name}: allowed has shape {allowed.shape} for {len(ids)} tokens.", remedy="one row of ids for each token"
+        )
+    outside = sampled & ~(allowed == ids[:, None]).any(1)
+    if outside.any():
+        place = int(outside.argmax())
+        raise RecordsRefused(
+            f"{name}: token {place}, id {int(ids[place])}, is not among the "
+            f"{int((allowed[place] >= 0).sum())} that were allowed there.",
+            remedy="`Rollout.allowed` of the answer, and the ids that were sampled",
+        )
 
 
 def _check_log_probs(name: str, column: str, values: Values) -> None:

@@ -3,9 +3,10 @@
 What an engine promises, so that one can take another's place:
 
 * Tokens in, tokens out. Nothing is rendered, encoded or decoded on the way; the ids of an answer are those sampled.
-* The distribution is softmax(logits / temperature) over the whole vocabulary and nothing else. Filters (top-p, top-k,
-  min-p, penalties) are refused: under them the log-probabilities would be those of another distribution than the one
-  that the tokens came from.
+* The distribution is softmax(logits / temperature) over the whole vocabulary and nothing else, or over the tokens that
+  a `Constraint` allows. Those stand in the answer, so that training takes its log-probabilities over the same ones.
+  Filters (top-p, top-k, min-p, penalties) are refused: what they leave depends on the weights, so the log-probabilities
+  would be those of another distribution than the one that the tokens came from.
 * An answer is a function of the weights, the prompt and its seed (`seed_of`). What else is in the call changes it only
   as far as rounding does, so a run that is resumed asks for the same answers again.
 * Weights have a version, the number of optimiser steps behind them, and every answer says which one wrote it.
@@ -27,6 +28,17 @@ from bestiary.training.errors import InvalidRun
 Finish = Literal["stop", "length"]
 
 
+class Constraint(Protocol):
+    """Which tokens may come next in an answer, by the answer alone: a catalogue's trie, a grammar.
+
+    `bestiary.training.data.catalogue.Catalogue` is one: answers are its items, by their semantic ids.
+    """
+
+    def allowed(self, beginning: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+        """Ids that may follow what was sampled of an answer, one at least at its beginning; none: it is whole."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How answers are sampled.
@@ -36,6 +48,7 @@ class Sampling:
         temperature: of the softmax, above 0.
         stop_ids: tokens that end an answer, any of them, and belong to it; none: every answer has `max_tokens`.
         n: answers to each prompt.
+        constraint: of what may be sampled; an answer that it lets nothing follow ends there.
         seed: of the whole call; a caller that asks in every step gives every step another one (`seed_of(seed, step)`).
         top_p, top_k: there to be refused unless they filter nothing.
 
@@ -47,6 +60,7 @@ class Sampling:
     temperature: float = 1.0
     stop_ids: tuple[int, ...] = ()
     n: int = 1
+    constraint: Constraint | None = None
     seed: int = 0
     top_p: float = 1.0
     top_k: int = 0
@@ -77,8 +91,11 @@ class Rollout:
         ids: (n,) int32, what was sampled, the stop token included; at least one.
         log_probs: (n,) float32, or float64 where the engine computes in it: of each of those under the distribution it
             was sampled from.
-        finish: "stop": its last token is one of `Sampling.stop_ids`; "length": it was cut off at `max_tokens`.
+        finish: "stop": its last token is one of `Sampling.stop_ids`, or the constraint lets nothing follow it;
+            "length": it was cut off at `max_tokens`.
         version: of the weights that wrote all of it.
+        allowed: (n, k) int32, the ids among which each was sampled, in ascending order, -1 for no further one; None:
+            the whole vocabulary.
     """
 
     prompt: int
@@ -86,6 +103,7 @@ class Rollout:
     log_probs: NDArray[np.floating[Any]]
     finish: Finish
     version: int
+    allowed: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -120,6 +138,56 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Let go of everything; to be called once."""
         ...
+
+
+class Tracks:
+    """A constraint over answers that grow together, and what it allowed.
+
+    Args:
+        constraint: asked once for each beginning.   stop_ids: behind which an answer is not asked about.
+    """
+
+    def __init__(self, constraint: Constraint, stop_ids: Sequence[int]) -> None:
+        self._constraint, self._stops = constraint, set(stop_ids)
+        self._known: dict[bytes, NDArray[np.int32]] = {}
+        self._steps: list[list[NDArray[np.int32]]] = []  # of each token, and of what would follow the last
+
+    def next(self, said: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(answers, n) ids so far → (answers, k), those that may follow, -1 for no further one."""
+        rows = enumerate(said.astype(np.int32))
+        whole = np.zeros(0, np.int32)
+        self._steps.append([self._asked(row) if self._goes_on(answer, row) else whole for answer, row in rows])
+        return padded(self._steps[-1]).astype(np.int64)
+
+    def of(self, answer: int, length: int) -> NDArray[np.int32]:
+        """(length, k): what the tokens of an answer were sampled among."""
+        return padded([step[answer] for step in self._steps[:length]])
+
+    def ends(self, answer: int, length: int) -> bool:
+        """Whether nothing may follow so many tokens of an answer."""
+        return not len(self._steps[length][answer])
+
+    def _goes_on(self, answer: int, said: NDArray[np.int32]) -> bool:
+        return not self._steps or (len(self._steps[-1][answer]) > 0 and int(said[-1]) not in self._stops)
+
+    def _asked(self, beginning: NDArray[np.int32]) -> NDArray[np.int32]:
+        key = beginning.tobytes()
+        if key not in self._known:
+            self._known[key] = np.unique(self._constraint.allowed(beginning)).astype(np.int32)
+        return self._known[key]
+
+
+def allowed_along(constraint: Constraint, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+    """(n, k): what each token of an answer may be, as `Rollout.allowed` says it."""
+    return padded([np.unique(constraint.allowed(ids[:place])).astype(np.int32) for place in range(len(ids))])
+
+
+def padded(rows: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+    """Ids of each row, behind them -1: (rows, the most in one, at least 1) int32."""
+    made = np.full((len(rows), max([1, *map(len, rows)])), -1, np.int32)
+    for row, ids in enumerate(rows):
+        made[row, : len(ids)] = ids
+    return made
 
 
 def seed_of(*parts: object) -> int:

@@ -18,7 +18,7 @@ from bestiary.models import Decoder
 from bestiary.models.sharding import gathered
 from bestiary.training.recipes.documents import frozen_pass
 from bestiary.training.rl.mismatch import Parity, parity
-from bestiary.training.rl.rollout import Rollout, Sampling
+from bestiary.training.rl.rollout import Constraint, Rollout, Sampling, allowed_along
 
 FULL, HALF = 1e-4, 5e-2  # mean |difference| of log-probabilities: both sides in float32 or more, or one in less
 BLAMED, BLAMED_TOKENS = 4, 64  # answers, and tokens of each, whose logits are computed to say what is wrong
@@ -34,6 +34,10 @@ class WrongTemperature(BestiaryError):
 
 class Retokenised(BestiaryError):
     """Answers whose ids are not those that were sampled."""
+
+
+class WrongConstraint(BestiaryError):
+    """Answers sampled among other tokens than those that the run allows."""
 
 
 def check_rollouts(
@@ -62,6 +66,7 @@ def check_rollouts(
         StaleWeights: another version, or log-probabilities of other weights; names the worst token.
         WrongTemperature: names both.
         Retokenised: names the answer and its first token that was not sampled.
+        WrongConstraint: names the answer and its first token that was sampled among others than `sampling` allows.
     """
     return compared(decoder, prompts, rollouts, sampling, version, tolerance, engine_dtype)[0]
 
@@ -86,6 +91,7 @@ def compared(
             raise Retokenised(
                 f"answer {place} has {len(one.ids)} tokens and {len(one.log_probs)} log-probabilities.", remedy=_RETOKEN
             )
+        _check_allowed(place, one, sampling.constraint)
     policy, computed = _log_probs(decoder, prompts, rollouts, sampling.temperature)
     half = any(torch.finfo(dtype).bits < 32 for dtype in (computed, engine_dtype) if dtype is not None)
     bound = (HALF if half else FULL) if tolerance is None else tolerance
@@ -155,6 +161,27 @@ def _blame_tokens(apart: Sequence[Tensor], bound: float) -> None:
         )
 
 
+def _check_allowed(place: int, one: Rollout, constraint: Constraint | None) -> None:
+    if one.allowed is None or constraint is None:
+        if one.allowed is not None or constraint is not None:
+            engine, run = ("freely", "under a constraint") if one.allowed is None else ("under one", "without one")
+            raise WrongConstraint(
+                f"answer {place} was sampled {engine} and is trained {run}.",
+                remedy="the same Sampling.constraint on both sides, and an engine that heeds it",
+            )
+        return
+    wanted = allowed_along(constraint, one.ids)
+    for token, (word, there, here) in enumerate(zip(one.ids.tolist(), one.allowed, wanted, strict=True)):
+        if word not in there:
+            raise Retokenised(f"token {token} of answer {place}, id {word}, was not allowed there.", remedy=_RETOKEN)
+        if not np.array_equal(there[there >= 0], here[here >= 0]):
+            raise WrongConstraint(
+                f"token {token} of answer {place} was sampled among {int((there >= 0).sum())} ids, the constraint "
+                f"allows {int((here >= 0).sum())} there, and they are not the same.",
+                remedy="one catalogue on both sides",
+            )
+
+
 def _log_probs(
     decoder: Decoder, prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollout], temperature: float
 ) -> tuple[list[Tensor], torch.dtype]:
@@ -165,7 +192,8 @@ def _log_probs(
             ids = _ids(decoder, prompts, one)
             targets = ids.roll(-1, 1)
             targets[:, -1] = targets[:, : -len(one) - 1] = -100
-            values = decoder(ids, shift_labels=targets, temperature=temperature).log_probs
+            more = {} if one.allowed is None else {"allowed": _among(one, ids)}
+            values = decoder(ids, shift_labels=targets, temperature=temperature, **more).log_probs
             found.append(values[0, -len(one) - 1 : -1].double().cpu())
     return found, computed_in(decoder)
 
@@ -186,15 +214,30 @@ def _ids(decoder: Decoder, prompts: Sequence[Sequence[int]], one: Rollout) -> Te
     return torch.tensor([words], device=next(decoder.parameters()).device)
 
 
+def _among(one: Rollout, ids: Tensor) -> Tensor:
+    """(1, T, k): what each next token of a prompt and its answer was sampled among."""
+    assert one.allowed is not None
+    made = torch.full((1, ids.shape[1], one.allowed.shape[1]), -1, device=ids.device)
+    made[0, -len(one) - 1 : -1] = torch.from_numpy(one.allowed).to(made)
+    return made
+
+
 def _logits(decoder: Decoder, prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollout]) -> list[Tensor]:
-    """Of the first tokens of each answer, (at most `BLAMED_TOKENS`, vocabulary) float64."""
+    """Of the first tokens of each answer, (at most `BLAMED_TOKENS`, vocabulary) float64, -inf for what is barred."""
     found: list[Tensor] = []
     with frozen_pass(decoder), gathered(decoder):
         for one in rollouts:
             first, ids = len(prompts[one.prompt]), _ids(decoder, prompts, one)
             read = ids[:, : first + BLAMED_TOKENS]
             kept = decoder(read, logits_to_keep=read.shape[1] - first + 1).logits[0]
-            found.append(kept[: min(len(one), BLAMED_TOKENS)].double().cpu())
+            said = kept[: min(len(one), BLAMED_TOKENS)].double().cpu()
+            if one.allowed is not None:
+                # One column more, for the places that hold no id.
+                words = torch.from_numpy(one.allowed[: len(said)]).long()
+                open_ = torch.zeros(len(said), said.shape[1] + 1, dtype=torch.bool)
+                open_.scatter_(1, words.where(words >= 0, said.shape[1]), True)
+                said = said.masked_fill(~open_[:, :-1], -torch.inf)
+            found.append(said)
     return found
 
 

@@ -216,6 +216,11 @@ class VllmEngine:
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Refuse what vLLM would change quietly, or index out of bounds with."""
+        if sampling.constraint is not None:
+            raise InvalidRun(
+                f"sampling.constraint is a {type(sampling.constraint).__name__}, and vLLM here samples freely.",
+                remedy="the embedded engine for constrained answers",
+            )
         if sampling.temperature < COLDEST:
             raise InvalidRun(
                 f"temperature = {sampling.temperature}: vLLM samples at {COLDEST} instead.",

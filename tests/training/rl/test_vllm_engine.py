@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bestiary.models import AutoDecoder, LoRAConfig, Qwen3
+from bestiary.training.data.catalogue import Catalogue
+from bestiary.training.data.semantic_ids import SemanticIds
 from bestiary.training.errors import InvalidRun
 from bestiary.training.integrations.needs import MissingLibrary
-from bestiary.training.rl import vllm_engine, weight_sync
+from bestiary.training.rl import rollout_check, vllm_engine
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.rollout import Sampling
 from bestiary.training.rl.rollout_check import Retokenised, StaleWeights, WrongTemperature, check_rollouts
@@ -186,6 +188,8 @@ def test_another_temperature_is_named(engine, policy, monkeypatch):
     sync(policy, engine, 5)
     with pytest.raises(InvalidRun, match=r"vLLM samples at 0\.01"):
         engine.generate(PROMPTS, replace(SAMPLING, temperature=0.001))
+    with pytest.raises(InvalidRun, match="constraint is a Catalogue, and vLLM here samples freely"):
+        engine.generate(PROMPTS, replace(SAMPLING, constraint=Catalogue(SemanticIds(levels=1, codebook_size=4), [[0]])))
     with pytest.raises(InvalidRun, match=f"prompt 1 has id {VOCAB}"):
         engine.generate([[1], [VOCAB]], SAMPLING)
 
@@ -244,7 +248,7 @@ def test_the_tolerance_is_that_of_the_narrower_side(engine, policy):
 
 def test_no_logits_are_kept_while_answers_agree(policy, monkeypatch):
     said = EmbeddedEngine(policy).generate(PROMPTS, SAMPLING)
-    monkeypatch.setattr(weight_sync, "_logits", None)
+    monkeypatch.setattr(rollout_check, "_logits", None)
     check_rollouts(policy, PROMPTS, said, SAMPLING)
 
 
