@@ -26,7 +26,7 @@ from bestiary.bridges.errors import (
 )
 from bestiary.bridges.hf_fallback_head import find_head
 from bestiary.bridges.hf_fallback_model import HFDecoder
-from bestiary.bridges.hub import ADAPTER_CONFIG, CONFIG, resolve
+from bestiary.bridges.hub import ADAPTER_CONFIG, CONFIG, commit_of, resolve
 from bestiary.bridges.loading import float_type, read_config, usable_device
 from bestiary.bridges.storage import read_json
 from bestiary.models.config import LoRAConfig
@@ -79,7 +79,9 @@ def load_fallback(
     asked, device = float_type(dtype), usable_device(device)
     local = Path(src).expanduser()
     if trust_remote_code and not local.is_dir():
-        folder, location = None, str(src)  # transformers fetches the code too, which `resolve` leaves on the hub
+        # transformers fetches the code too, which `resolve` leaves on the hub: code and weights of one commit
+        folder, location = None, str(src)
+        revision = commit_of(resolve(str(src), revision=revision, weights=False)) or revision
     else:
         folder = resolve(src, revision=revision)
         location = str(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WANTED = (CONFIG, GENERATION, ADAPTER_CONFIG, "*.safetensors", "*.safetensors.index.json")
 
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 _REMEDY = "give a folder with config.json and safetensors, or a hub id such as Qwen/Qwen3-0.6B"
 _REMEDY_GGUF = "turn the file into a folder with bestiary.bridges.gguf.gguf_to_hf_folder, and give that"
@@ -37,6 +39,11 @@ def resolve(src: str | Path, *, revision: str | None = None, weights: bool = Tru
             remedy=_REMEDY_GGUF if path.suffix == ".gguf" else _REMEDY,
         )
     return _fetch(src, revision, _WANTED if weights else (CONFIG,))
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit that a folder from `resolve` was fetched at; None: a folder that lies outside of the hub's cache."""
+    return folder.name if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name) else None
 
 
 def _looks_like_path(src: str) -> bool:

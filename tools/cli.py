@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from bestiary.tools.arguments import USAGE_ERROR, write_json
 from bestiary.tools.data_commands import add_data
+from bestiary.tools.model_commands import add_models
 from bestiary.tools.plot_commands import add_plot
 from bestiary.tools.port.commands import add_port
 from bestiary.tools.train_commands import add_training
@@ -21,8 +22,8 @@ The verifier has a command of its own: verify-bridge --help"""
 
 EXAMPLES = """\
 examples:
-  bestiary models                                    families, sizes and parameters
-  bestiary models --json -                           the same for a program
+  bestiary models                                    families, sizes, parameters, memory, FLOPs, date of the verdict
+  bestiary models show gemma3-270m                   its modules with shapes and names; nothing is loaded
   bestiary export ./checkpoint ./exported            read a checkpoint, write Hugging Face safetensors
   bestiary export ./checkpoint ./exported --dtype bfloat16 --overwrite
   bestiary port new llama --plugin ./bestiary-llama  a new architecture; then port check, port status
@@ -32,10 +33,6 @@ examples:
   bestiary doctor                                    what is missing here for which feature, and how to get it
 
 exit codes: 0 done, 2 keys or shapes, 4 refused as unsupported, 6 a port breaks its rules, 7 usage or environment"""
-
-MODELS_EXAMPLES = """\
-example:
-  bestiary models --family qwen3 --json models.json"""
 
 EXPORT_EXAMPLES = """\
 examples:
@@ -52,7 +49,7 @@ examples:
 
 exit codes: 0 nothing that bestiary requires is missing or broken, 1 a check failed, 7 a required package is missing"""
 
-_GROUPS = ("port", "data")  # commands that have commands
+_GROUPS = ("port", "data", "models")  # commands that have commands
 
 
 class _Parser(argparse.ArgumentParser):
@@ -71,12 +68,10 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(json=None)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    models = _add_command(commands, "models", "list families and sizes", MODELS_EXAMPLES)
-    models.add_argument("--family", help="only this family, by class name or model_type")
-    models.set_defaults(run=_run_models)
-
+    add_models(commands, _add_command)
     export = _add_command(commands, "export", "read a checkpoint, write Hugging Face safetensors", EXPORT_EXAMPLES)
     export.add_argument(
         "source",
@@ -130,34 +125,24 @@ def _add_command(commands: Any, name: str, what: str, examples: str) -> argparse
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("--json", metavar="FILE", help="write the result as JSON; - is stdout, and silences the rest")
+    command.add_argument(
+        "--json",
+        metavar="FILE",
+        default=argparse.SUPPRESS,  # not None: that would undo what stands before a command of a command
+        help="write the result as JSON; - is stdout, and silences the rest",
+    )
     return command
 
 
 def _write(args: argparse.Namespace, payload: dict[str, Any]) -> None:
-    command = f"{args.command}_{args.action}" if args.command in _GROUPS else args.command
+    action = args.action if args.command in _GROUPS else None
+    command = args.command if action is None else f"{args.command}_{action}"
     write_json(args.json, {"schema": f"bestiary.{command}/1", **payload})
 
 
 def _say(args: argparse.Namespace, line: str) -> None:
     if args.json != "-":
         print(line)
-
-
-def _run_models(args: argparse.Namespace) -> dict[str, Any]:
-    from bestiary.tools.catalogue import list_models
-
-    rows = list_models(family=args.family)
-    table = [("family", "model_type", "size", "parameters", "layers", "hidden", "vocab")]
-    for row in rows:
-        shape = (str(row.layers), str(row.hidden_size), str(row.vocab_size))
-        table.append((row.family, row.model_type, row.size, f"{row.parameters:,}", *shape))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for cells in table:
-        words = (f"{cell:<{width}}" for cell, width in zip(cells[:3], widths[:3], strict=True))
-        numbers = (f"{cell:>{width}}" for cell, width in zip(cells[3:], widths[3:], strict=True))
-        _say(args, " ".join((*words, *numbers)))
-    return {"models": [row.as_json() for row in rows]}
 
 
 def _run_doctor(args: argparse.Namespace) -> dict[str, Any]:

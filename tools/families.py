@@ -8,6 +8,7 @@ verify-all` and `make self-test` ask every family again.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 
 from bestiary.bridges import Bridge, registered_bridges
 from bestiary.kernels.errors import BestiaryError
+from bestiary.tools.catalogue import VERDICTS
 from bestiary.tools.port.state import ACCEPTANCE, CARD, GROUP, KILLS, checkout
 from bestiary.verify.api import verify_several
 from bestiary.verify.gates import GATE_VERSION
@@ -178,6 +180,25 @@ def with_table(readme: str, known: dict[str, Record]) -> str:
     return "\n".join([head + START, "", *table(known), "", END + tail])
 
 
+def summary(known: dict[str, Record]) -> str:
+    """`catalogue.VERDICTS`: what an installed package says of its families, without the records."""
+    families = {}
+    for name, record in known.items():
+        verdict, kills = record.verdict, record.kills
+        passed, planned = totals(verdict)
+        families[name] = {
+            "date": verdict.made,
+            "transformers": verdict.env.get("transformers"),
+            "torch": verdict.env.get("torch"),
+            "gate_version": verdict.gate_version,
+            "passed": passed,
+            "planned": planned,
+            "bugs_killed": len(kills.kills) - len(kills.survivors),
+            "bugs_planted": len(kills.kills),
+        }
+    return json.dumps({"schema": "bestiary.accepted/1", "families": families}, indent=1) + "\n"
+
+
 # ------------------------------------------------------------------------------------------------ commands
 
 
@@ -207,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("stale", help="families whose record is missing or old, and why")
     commands.add_parser("verify", help=f"these in full, the others through {SHORT}")
-    commands.add_parser("readme", help="write the README's table from the records")
+    commands.add_parser("readme", help="write the README's table and verdicts.json from the records")
     taking = commands.add_parser("accept", help="write records from a verdict and a self-test")
     taking.add_argument("verdict", help="of `verify-bridge FAMILY… --json`")
     taking.add_argument("self_test", help="of `verify-bridge self-test FAMILY… --json`")
@@ -225,8 +246,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             names = accept(root, read_report(args.verdict), result.families, seed=result.seed)
             print(f"accepted: {', '.join(names)}")
         else:
-            readme = root / "README.md"
-            readme.write_text(with_table(readme.read_text(encoding="utf-8"), records(root)), encoding="utf-8")
+            readme, known = root / "README.md", records(root)
+            readme.write_text(with_table(readme.read_text(encoding="utf-8"), known), encoding="utf-8")
+            VERDICTS.write_text(summary(known), encoding="utf-8")
     except BestiaryError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from bestiary.bridges.hub import commit_of, resolve
 from bestiary.bridges.storage import read_json
 from bestiary.models.config import HeadKind
 from bestiary.verify.checkpoint import run_checkpoint
@@ -44,6 +45,7 @@ def verify(
     ours: str | None = None,
     device: str = "cpu",
     head: str = "lm",
+    revision: str | None = None,
 ) -> Verdict:
     """Verifies a family on tiny configs, or a checkpoint folder on its own weights.
 
@@ -66,6 +68,7 @@ def verify(
         device: where both sides compute: "cpu", "cuda" or "cuda:N"; level K runs on the CPU.
         head: family: "score" verifies its reward model, against transformers' `…ForSequenceClassification`.
         ours: family: "package.module:factory" of another implementation; see `bestiary.verify.foreign`.
+        revision: checkpoint: branch, tag or commit of a hub id; the verdict holds the commit.
     Raises:
         NoScoreClass: transformers has no reward model of this family.
         UnsupportedModelType, CheckpointNotFound, BadUsage, GateError, NoDevice, BadFactory: nothing can be verified so.
@@ -79,17 +82,21 @@ def verify(
             raise BadUsage(f"--head {head} with the checkpoint {target}.", remedy="name the family, e.g. qwen3")
         if foreign is not None:
             raise BadUsage(f"{OPTION} {ours} with the checkpoint {target}.", remedy="name the family, e.g. qwen3")
+        folder = resolve(target, revision=revision)
         return run_checkpoint(
             target,
             seed=seed,
             gates=gates,
-            token_ids=_token_ids(text, tokens, target),
+            token_ids=_token_ids(text, tokens, target, commit_of(folder)),
+            revision=commit_of(folder) or revision,
             keep_going=keep_going,
             progress=progress,
             work=None if work is None else Path(work),
             levels=None if level is None else level.split(","),
             device=place,
         )
+    if revision is not None:
+        raise BadUsage(f"--revision {revision} with the family {target}.", remedy="a revision is a checkpoint's")
     return run(
         str(target),
         level,
@@ -158,7 +165,7 @@ def _cases(file: str | Path | None) -> dict[str, Raw] | None:
 
 
 def _token_ids(
-    text: str | Path | None, tokens: str | Path | Sequence[int] | None, folder: str | Path
+    text: str | Path | None, tokens: str | Path | Sequence[int] | None, source: str | Path, revision: str | None
 ) -> Sequence[int] | None:
     """Token ids given, from a JSON file or from a text; None: the checkpoint run draws its own."""
     if isinstance(tokens, str | Path):
@@ -175,4 +182,5 @@ def _token_ids(
         return None
     from transformers import AutoTokenizer
 
-    return list(AutoTokenizer.from_pretrained(folder)(Path(text).read_text(encoding="utf-8"))["input_ids"])
+    tokenizer = AutoTokenizer.from_pretrained(source, revision=revision or "main")
+    return list(tokenizer(Path(text).read_text(encoding="utf-8"))["input_ids"])

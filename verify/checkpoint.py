@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bestiary.bridges import SafetensorsSource, get_bridge, read_config
-from bestiary.bridges.hub import resolve
+from bestiary.bridges.hub import commit_of, resolve
 from bestiary.bridges.storage import read_rows
 from bestiary.bridges.streaming import stored_parameters
 from bestiary.models import DecoderConfig
@@ -40,7 +40,7 @@ from bestiary.verify.placing import CPU
 from bestiary.verify.reference import quiet, reference_class
 from bestiary.verify.run import BadUsage, environment
 from bestiary.verify.streamed_models import StreamedReference
-from bestiary.verify.verdict import WORDS, Exit, Level, Verdict, first_present
+from bestiary.verify.verdict import WORDS, Exit, Level, Verdict, first_present, today
 
 MAX_LOGIT_BYTES = 2**30
 BEYOND_WINDOW = 96
@@ -227,6 +227,7 @@ def run_checkpoint(
     work: Path | None = None,
     levels: Collection[str] | None = None,
     device: torch.device = CPU,
+    revision: str | None = None,
 ) -> Verdict:
     """Verifies a checkpoint folder or hub id: V0 and V1 on its files, V8 on its layers and logits in float32.
 
@@ -240,6 +241,7 @@ def run_checkpoint(
         progress: called with a line before each level and each layer.
         work: folder for what a killed run leaves; None: `bestiary/verify` in the user's cache folder.
         levels: some of V0, V1, V8; None: all.
+        revision: branch, tag or commit of a hub id; the verdict holds the commit that was read.
     Raises:
         CheckpointNotFound, UnsupportedModelType, OfflineError, BadUsage.
     """
@@ -248,7 +250,8 @@ def run_checkpoint(
     chosen = known if levels is None else [level for level in known if level in levels]
     if not chosen or not set(chosen).issuperset(levels or ()):
         raise BadUsage(f"a checkpoint has no level {', '.join(levels or ())}.", remedy=f"choose of {', '.join(known)}")
-    folder = resolve(source)
+    folder = resolve(source, revision=revision)
+    commit = None if Path(source).is_dir() else commit_of(folder)
     raw = read_config(folder)
     bridge = get_bridge(str(raw.get("model_type")), read_from=str(folder))
     config = bridge.parse(raw, source=str(folder / "config.json")).decoder
@@ -288,12 +291,14 @@ def run_checkpoint(
             "transformers": reference_hash(),
         },
         seed=seed,
+        made=today(),
+        revision=commit,
         seconds=time.perf_counter() - start,
         levels=results,
         cases={"checkpoint": raw},
         keys=bench.keys,
         profiles=bench.profiles,
-        repro=f"verify-bridge {source} --seed {seed}",
+        repro=f"verify-bridge {source}{f' --revision {commit}' if commit else ''} --seed {seed}",
         error="; ".join(tampered[:2]) or None,
     )
 

@@ -85,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--text", metavar="FILE", help="checkpoint: text to compare on, by the folder's tokenizer")
     parser.add_argument("--tokens", metavar="FILE", help="checkpoint: JSON list of token ids to compare on")
+    parser.add_argument("--revision", help="checkpoint: branch, tag or commit of a hub id; the verdict has the commit")
     parser.add_argument("--work", metavar="DIR", help="checkpoint: where a killed run's state is; default: user cache")
     outputs.add_options(parser, "json", "report", "card", "junit")
     parser.add_argument("--kill-matrix", metavar="FILE", help="self-test JSON whose kill matrix page and card show")
@@ -198,6 +199,7 @@ def _verify(args: argparse.Namespace) -> int:
         text=args.text,
         tokens=args.tokens,
         work=args.work,
+        revision=args.revision,
         ours=args.ours,
         device=args.device,
         head=args.head,

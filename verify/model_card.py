@@ -71,7 +71,9 @@ def _verdict(verdict: Verdict) -> Iterator[str]:
     yield from _config(verdict)
     yield "## Environment"
     yield ""
-    facts = {**verdict.env, "seed": str(verdict.seed), "gate version": str(verdict.gate_version)}
+    facts = {"made": verdict.made} if verdict.made else {}
+    facts |= {"revision": verdict.revision} if verdict.revision else {}
+    facts |= {**verdict.env, "seed": str(verdict.seed), "gate version": str(verdict.gate_version)}
     facts |= {f"sha256 of {name}": value for name, value in verdict.hashes.items()}
     yield from _table(("", ""), [(_md(name), _code(value)) for name, value in facts.items()])
 

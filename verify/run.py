@@ -45,6 +45,7 @@ from bestiary.verify.verdict import (
     Level,
     Verdict,
     first_present,
+    today,
 )
 
 AUDITED = frozenset({"V2", "V3", "V4", "V5", "V6", "V7"})
@@ -266,6 +267,7 @@ def _verify(
         hashes={**hashes, "transformers": reference_hash()},
         implementation=_implementation(lab, omitted),
         seed=lab.seed,
+        made=today(),
         seconds=time.perf_counter() - start,
         levels=results,
         cases=dict(lab.cases),

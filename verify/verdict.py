@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal
@@ -57,6 +58,11 @@ WORDS: dict[Exit, Word] = {
     Exit.USAGE: "usage",
 }
 Status = Literal["ok", "fail", "refused", "inconclusive", "not run"]
+
+
+def today() -> str:
+    """The date in UTC, as a verdict is stamped with."""
+    return datetime.now(UTC).date().isoformat()
 
 
 def first_present(codes: Iterable[int]) -> Exit:
@@ -233,7 +239,12 @@ class Implementation(_Strict):
 
 
 class Verdict(_Strict):
-    """The finding for one family or checkpoint; `implementation` where it is not ours that was verified."""
+    """The finding for one family or checkpoint; `implementation` where it is not ours that was verified.
+
+    Attributes:
+        made: date on which it was made, in UTC, as 2026-11-30; "" in a verdict from before there was a date.
+        revision: commit of the hub's repository that was verified; None: a family, or a folder of somebody's own.
+    """
 
     family: str
     model_type: str
@@ -247,6 +258,8 @@ class Verdict(_Strict):
     env: dict[str, str]
     hashes: dict[str, str]
     seed: int
+    made: str = ""
+    revision: str | None = None
     seconds: float
     levels: list[Level]
     cases: dict[str, dict[str, Any]] = Field(default_factory=dict)

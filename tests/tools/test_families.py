@@ -35,6 +35,12 @@ def test_the_readme_shows_the_records() -> None:
     assert with_table(README, records(ROOT)) == README, "make readme"
 
 
+def test_what_an_installed_package_knows_is_in_the_records() -> None:
+    known = records(ROOT)
+    assert families.VERDICTS.read_text(encoding="utf-8") == families.summary(known), "make readme"
+    assert all(record.verdict.made for record in known.values())
+
+
 def test_a_readme_without_its_marks_is_an_error() -> None:
     with pytest.raises(NotAccepted, match="no <!-- families"):
         with_table("# bestiary\n", {})

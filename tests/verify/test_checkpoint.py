@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from bestiary.bridges import get_bridge, loading
-from bestiary.verify import checkpoint_bench
+from bestiary.bridges.errors import OfflineError
+from bestiary.verify import checkpoint_bench, verify
 from bestiary.verify.checkpoint import BEYOND_WINDOW, choose_tokens, run_checkpoint
 from bestiary.verify.cli import main
 from bestiary.verify.reference import Reference, quiet
@@ -41,6 +42,25 @@ def test_a_sharded_bfloat16_checkpoint_passes(family, tmp_path):
     assert [level.id for level in verdict.levels] == ["V0", "V1", "V8"]
     assert all(level.passed == level.planned for level in verdict.levels)
     assert verdict.levels[2].worst is not None
+
+
+def test_the_verdict_of_a_hub_id_holds_the_commit_that_was_read(tmp_path, monkeypatch):
+    """A branch moves; what was verified is a commit, and the command that repeats the run names it."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    cached = tmp_path / "hub" / "models--somebody--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    (cached / "snapshots").mkdir()
+    _saved(tmp_path, "qwen3", "square", shards=1).rename(cached / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    result = verify("somebody/model", level="V0")
+    assert (result.exit_code, result.revision) == (Exit.PASS, commit)
+    assert f"--revision {commit}" in str(result.repro)
+    with pytest.raises(OfflineError, match="somebody/model@v2"):
+        verify("somebody/model", level="V0", revision="v2")
+    with pytest.raises(BadUsage, match="--revision v2 with the family qwen3"):
+        verify("qwen3", revision="v2")
 
 
 def test_given_tokens_are_used(tmp_path):
