@@ -74,6 +74,10 @@ class Environment(Protocol):
         """Hear an answer, and say what follows."""
         ...
 
+    def cut_off(self) -> Mapping[str, float | None]:
+        """The episode ends behind what was heard last: no room for another answer, or no turn left. Further rewards."""
+        ...
+
     def close(self) -> None:
         """Let go of everything; called once, also after an error."""
         ...

@@ -1,0 +1,251 @@
+"""Episodes between an engine and environments: whole groups, the same whatever happens on the way."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bestiary.training.errors import EnvironmentFailed, InvalidRun, RoleLost
+from bestiary.training.rl.embedded import EmbeddedEngine
+from bestiary.training.rl.environments import Heard
+from bestiary.training.rl.episodes import Episodes
+from bestiary.training.rl.records import RecordsRefused
+from bestiary.training.rl.roles import Prompt
+from bestiary.training.rl.rollout import Rollout, Sampling
+
+from ...models.tiny import tiny
+from .scripted import CONTEXT, STOP, Counting, ScriptedEngine
+
+SAMPLING = Sampling(max_tokens=5, stop_ids=(STOP, 4), n=3, seed=11)
+PROMPTS = [Prompt(prompt_id=f"p{n}", ids=tuple(range(1, n + 2)), row={"answer": n}) for n in range(6)]
+
+
+def played(engine, prompts=PROMPTS, sampling=SAMPLING, **options):
+    episodes = Episodes(engine, context=CONTEXT, **options)
+    try:
+        episodes.put(prompts, sampling)
+        return {group[0].prompt_id: group for group in episodes.take(len(prompts))}
+    finally:
+        episodes.close()
+
+
+def said(groups):
+    """What a trajectory is but for how long it took."""
+    return {
+        name: [
+            (
+                one.ids.tolist(),
+                one.sampled.tolist(),
+                one.rollout_log_probs.tolist(),
+                one.finish,
+                one.version,
+                dict(one.rewards),
+                {key: value for key, value in one.extra.items() if not key.endswith("_s")},
+            )
+            for one in group
+        ]
+        for name, group in groups.items()
+    }
+
+
+def test_without_an_environment_an_episode_is_the_answer_that_the_engine_gives_to_its_name():
+    engine = EmbeddedEngine(tiny("qwen3", torch.float64, tie_word_embeddings=False))
+    engine.version = 4
+    groups = played(engine)
+    for prompt in PROMPTS:
+        group = groups[prompt.prompt_id]
+        assert [one.sample for one in group] == [0, 1, 2]
+        for one in group:
+            alone = engine.generate(
+                [prompt.ids],
+                Sampling(max_tokens=5, stop_ids=SAMPLING.stop_ids),
+                keys=[(SAMPLING.seed, prompt.prompt_id, one.sample, 0)],
+            )[0]
+            assert one.ids.tolist() == [*prompt.ids, *alone.ids.tolist()]
+            assert one.sampled.tolist() == [False] * len(prompt.ids) + [True] * len(alone)
+            np.testing.assert_allclose(one.rollout_log_probs[one.sampled], alone.log_probs, rtol=1e-9)
+            assert (one.group_id, one.finish, one.version) == (prompt.prompt_id, alone.finish, 4)
+            assert one.extra["row"] == {"answer": len(prompt.ids) - 1}
+
+
+@settings(max_examples=40)
+@given(
+    batch=st.none() | st.integers(1, 5),
+    threads=st.integers(1, 5),
+    faults=st.dictionaries(st.integers(1, 6), st.just(RoleLost("the engine's process died.", role="rollout"))),
+    cut=st.integers(0, len(PROMPTS)),
+    environment=st.booleans(),
+)
+def test_company_threads_and_engines_that_die_change_no_episode(batch, threads, faults, cut, environment):
+    """Nothing is lost, nothing comes twice: what died stays in flight and is asked for again with the same seed."""
+    factory = (lambda: Counting(wait_s=0.001)) if environment else None
+    expected = said({k: v for one in PROMPTS for k, v in played(ScriptedEngine(), [one], environment=factory).items()})
+    episodes = Episodes(ScriptedEngine(faults), context=CONTEXT, environment=factory, threads=threads, batch=batch)
+    found = {}
+    try:
+        for part in (PROMPTS[:cut], PROMPTS[cut:]):
+            episodes.put(part, SAMPLING)
+        while len(found) < len(PROMPTS):
+            assert sorted([*found, *episodes.in_flight]) == sorted(one.prompt_id for one in PROMPTS)
+            try:
+                taken = episodes.take(1)
+            except RoleLost:
+                episodes.pause()
+                episodes.resume()
+                continue
+            assert not {group[0].prompt_id for group in taken} & set(found)
+            found |= {group[0].prompt_id: group for group in taken}
+    finally:
+        episodes.close()
+    assert said(found) == expected
+    assert Counting.open == 0
+
+
+def test_what_an_environment_says_is_appended_unsampled_and_its_rewards_add_up():
+    (group,) = played(ScriptedEngine(constrained=True), PROMPTS[2:3], environment=Counting).values()
+    assert any(one.extra["turns"] > 1 for one in group)
+    for one in group:
+        heard, turns = [], []
+        for word, own in zip(one.ids.tolist()[4:], one.sampled.tolist()[4:], strict=True):
+            (turns if own else heard).append(word)
+        assert one.ids[:3].tolist() == [1, 2, 3]
+        assert heard == [each for turn in range(one.extra["turns"] - 1) for each in (20 + turn, 30)]
+        assert one.rewards == {"heard": float(sum(turns))}
+        assert one.extra["last"] == one.extra["turns"] - 1
+        assert (one.allowed[one.sampled, 0] == one.ids[one.sampled]).all()
+        assert (one.allowed[~one.sampled] == -1).all()
+    assert len({int(one.ids[3]) for one in group}) == 1  # a group begins alike
+
+
+class Endless(Counting):
+    def step(self, said):
+        return Heard(ids=(7, 7, 7), rewards={"heard": 1.0})
+
+
+def test_a_context_or_a_number_of_turns_that_is_used_up_ends_an_episode_as_cut_off():
+    sampling = Sampling(max_tokens=4, stop_ids=(STOP,), n=2)
+    (group,) = played(ScriptedEngine(), PROMPTS[:1], sampling, environment=Endless).values()
+    for one in group:
+        assert one.finish == "length"
+        assert CONTEXT - 3 <= len(one) <= CONTEXT
+        assert one.sampled[-1]
+        assert one.rewards == {"heard": one.extra["turns"] + 100.0}
+    (group,) = played(ScriptedEngine(), PROMPTS[:1], sampling, environment=Endless, max_turns=2).values()
+    assert {(one.extra["turns"], one.finish) for one in group} == {(2, "length")}
+
+
+class Bad(Counting):
+    """Fails in one way, for prompts of one token."""
+
+    def __init__(self, way, hung):
+        super().__init__()
+        self.way, self.hung = way, hung
+
+    def reset(self, prompt, *, seed):
+        self.bad = len(prompt.ids) == 1
+        if self.bad and self.way == "reset":
+            raise OSError("no such world")
+        return super().reset(prompt, seed=seed)
+
+    def step(self, said):
+        if self.bad and self.way == "raises":
+            raise OSError("the world ended")
+        if self.bad and self.way == "hangs":
+            self.hung.wait(10)
+        heard = super().step(said)
+        return Heard(done=True, rewards={"heard": float("nan")}) if self.bad and self.way == "nan" else heard
+
+
+@pytest.mark.parametrize("way", ["reset", "raises", "hangs", "nan"])
+def test_a_world_that_fails_costs_its_episodes_and_too_many_of_them_the_run(way):
+    hung = threading.Event()
+    options = {"environment": lambda: Bad(way, hung), "timeout_s": 0.2, "threads": 3}
+    try:
+        groups = played(ScriptedEngine(), **options)
+        for one in groups.pop("p0"):
+            assert one.rewards == {}
+            assert one.extra["failed"]
+        assert not any("failed" in one.extra for group in groups.values() for one in group)
+        with pytest.raises(EnvironmentFailed, match=r"p0.*(no such world|world ended|0\.2 s|nan)"):
+            played(ScriptedEngine(), max_errors=0.0, **options)
+    finally:
+        hung.set()
+    until = time.monotonic() + 5
+    while Counting.open and time.monotonic() < until:
+        time.sleep(0.01)
+    assert Counting.open == 0
+
+
+def test_an_environment_whose_process_died_begins_again():
+    lost = []
+
+    class Mortal(Counting):
+        def step(self, said):
+            if said.turn == 0 and not lost:
+                lost.append(1)
+                raise RoleLost("the world's process died.", role="environment")
+            return super().step(said)
+
+    episodes = Episodes(ScriptedEngine(), context=CONTEXT, environment=Mortal)
+    episodes.put(PROMPTS, SAMPLING)
+    with pytest.raises(RoleLost, match="world's"):
+        episodes.take(len(PROMPTS))
+    assert len(episodes.in_flight) == len(PROMPTS)
+    episodes.resume()
+    found = {group[0].prompt_id: group for group in episodes.take(len(PROMPTS))}
+    episodes.close()
+    assert said(found) == said(played(ScriptedEngine(), environment=Counting))
+
+
+def test_paused_nothing_is_sampled_and_a_conversation_over_a_sync_has_its_oldest_version():
+    engine = ScriptedEngine()
+    engine.may.clear()
+    episodes = Episodes(engine, context=CONTEXT, environment=Endless, max_turns=2)
+    episodes.put(PROMPTS[:1], Sampling(max_tokens=5))
+    while not engine.calls:
+        time.sleep(0.001)
+    threading.Timer(0.05, engine.may.set).start()
+    episodes.pause()
+    before = len(engine.calls)
+    assert engine.may.is_set()
+    time.sleep(0.05)
+    assert len(engine.calls) == before
+    engine.version = 3
+    episodes.resume()
+    ((one,),) = episodes.take(1)
+    episodes.close()
+    assert engine.closed
+    assert (one.version, one.extra["turns"], one.finish) == (0, 2, "length")
+
+
+def test_prompts_that_cannot_be_played_are_refused_by_name_and_nothing_is_begun():
+    engine = ScriptedEngine()
+    engine.may.clear()
+    episodes = Episodes(engine, context=CONTEXT)
+    try:
+        for bad, told in (
+            ([PROMPTS[1], PROMPTS[1]], "p1 is in flight"),
+            ([PROMPTS[1], Prompt(prompt_id="none", ids=())], "none is empty"),
+            ([PROMPTS[1], Prompt(prompt_id="long", ids=(1,) * 36)], "long has 36 tokens"),
+        ):
+            with pytest.raises(InvalidRun, match=told):
+                episodes.put(bad, SAMPLING)
+        assert episodes.in_flight == ()
+        with pytest.raises(InvalidRun, match="1 groups are asked for and 0 are in flight"):
+            episodes.take(1)
+    finally:
+        engine.may.set()
+        episodes.close()
+
+
+def test_answers_of_an_engine_that_are_none_are_told_by_the_prompts_name():
+    class Wrong(ScriptedEngine):
+        def _answer(self, place, prompt, sampling, seed):
+            return Rollout(place, np.array([1], np.int32), np.array([np.nan], np.float32), "stop", 0)
+
+    with pytest.raises(RecordsRefused, match=r"answer 0 to prompt p0: .* is nan"):
+        played(Wrong())

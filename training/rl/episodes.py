@@ -1,0 +1,459 @@
+"""A sampler in this process: one engine, one kind of environment, and episodes that go back and forth between them.
+
+All episodes that wait for an answer go into one call of the engine, in the order in which their prompts were put; while
+it runs, environments step in threads of their own. Without an environment an episode is one answer.
+
+The answer of a turn is a function of the weights, of what stands before it and of
+`seed_of(sampling.seed, prompt_id, sample, turn)`, which is the name that the engine makes its seed of: who else is
+asked in the same call, and after how many failures, changes nothing but rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import numpy as np
+
+from bestiary.training.errors import EnvironmentFailed, InvalidRun, RoleLost
+from bestiary.training.rl.allowance import Allowance
+from bestiary.training.rl.calls import Calls, TimedOut
+from bestiary.training.rl.environments import Environment, EnvironmentFactory, Heard, Said
+from bestiary.training.rl.records import RecordsRefused, Trajectory
+from bestiary.training.rl.roles import Prompt
+from bestiary.training.rl.rollout import Finish, Rollout, RolloutEngine, Sampling, seed_of
+
+_CLOSING_S = 5.0  # how long `close` waits for environments, at most
+
+
+class Episodes:
+    """A `Sampler` in this process.
+
+    After an error of the engine, or `RoleLost` of an environment, `take` raises it once no more groups are complete,
+    and nothing is sampled until `resume`; then unfinished answers are asked for again with the same seeds, and episodes
+    of a lost environment begin again.
+
+    Args:
+        engine: whose answers they are.
+        context: positions of the model. A prompt that leaves fewer than `max_tokens` of them is refused; a later answer
+            has those that are left, and where none is left the episode ends, cut off.
+        environment: makes the world of one episode; None: an episode is one answer to its prompt.
+        threads: environments that are asked at one time.
+        timeout_s: of one call of an environment. A thread whose call hangs is left behind and replaced.
+        max_turns: answers of an episode, at most; an environment that wants more is cut off.
+        batch: answers asked of the engine in one call, at most; None: all that wait.
+        max_errors, window: of environments, see `Allowance`.
+
+    Attributes:
+        engine: given.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        *,
+        context: int,
+        environment: EnvironmentFactory | None = None,
+        threads: int = 8,
+        timeout_s: float = 60.0,
+        max_turns: int = 64,
+        batch: int | None = None,
+        max_errors: float = 0.05,
+        window: int = 256,
+    ) -> None:
+        for name, value in (("threads", threads), ("max_turns", max_turns), ("batch", 1 if batch is None else batch)):
+            if value < 1:
+                raise InvalidRun(f"{name} = {value}.", remedy="at least 1")
+        if not timeout_s > 0:
+            raise InvalidRun(f"timeout_s = {timeout_s}.", remedy="seconds, above 0")
+        self.engine = engine
+        self._context, self._factory, self._max_turns, self._batch = context, environment, max_turns, batch
+        self._timeout_s = timeout_s
+        self._allowance = Allowance(max_errors, window)
+        self._changed = threading.Condition()
+        self._groups: dict[str, _Group] = {}
+        self._waiting: list[_Episode] = []
+        self._lost: list[_Episode] = []
+        self._fault: Exception | None = None
+        self._paused = self._sampling = self._closed = False
+        self._begun = self._complete = 0
+        self._calls = Calls(threads, timeout_s, "environment")
+        self._thread = threading.Thread(target=self._sample, name="rollout", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ what a controller asks
+
+    def put(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        """See `Sampler`; all of them or none.
+
+        Raises:
+            InvalidRun: a prompt that is in flight, is empty, or leaves no room for an answer; names it.
+        """
+        with self._changed:
+            names = set(self._groups)
+            for one in prompts:
+                if one.prompt_id in names:
+                    raise InvalidRun(f"prompt {one.prompt_id} is in flight.", remedy="another name, or take it first")
+                names.add(one.prompt_id)
+                self._check_room(f"prompt {one.prompt_id}", one.ids, sampling)
+            for one in prompts:
+                group = _Group([_Episode(one, n, sampling, self._begun + n) for n in range(sampling.n)])
+                self._begun += sampling.n
+                self._groups[one.prompt_id] = group
+                for episode in group.episodes:
+                    self._begin(episode)
+            self._changed.notify_all()
+
+    def take(self, at_least: int) -> list[list[Trajectory]]:
+        """See `Sampler`. Errors of the engine are raised as they are."""
+        while True:
+            left = self._calls.expire()
+            with self._changed:
+                if at_least > len(self._groups):
+                    raise InvalidRun(
+                        f"{at_least} groups are asked for and {len(self._groups)} are in flight.",
+                        remedy="put before take, and nothing after close",
+                    )
+                complete = [one for one in self._groups.values() if one.ended is not None]
+                if len(complete) >= at_least and (complete or self._fault is None):
+                    complete.sort(key=lambda one: one.ended or 0)
+                    for one in complete:
+                        del self._groups[one.episodes[0].prompt.prompt_id]
+                    return [[each.trajectory for each in one.episodes if each.trajectory] for one in complete]
+                if self._fault is not None:
+                    raise self._fault
+                self._changed.wait(left)
+
+    @property
+    def in_flight(self) -> tuple[str, ...]:
+        """See `Sampler`."""
+        with self._changed:
+            return tuple(self._groups)
+
+    def pause(self) -> None:
+        """See `Sampler`."""
+        with self._changed:
+            self._paused = True
+            self._changed.wait_for(lambda: not self._sampling)
+
+    def resume(self) -> None:
+        """See `Sampler`."""
+        with self._changed:
+            self._paused, self._fault = False, None
+            lost, self._lost = self._lost, []
+            for episode in lost:
+                episode.begin_again()
+                self._begin(episode)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """See `Sampler`; waits for the answers being sampled, a little for environments, then closes the engine."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            waiting, self._waiting = self._waiting, []
+            self._groups.clear()
+            self._changed.notify_all()
+        self._thread.join()
+        for episode in waiting:
+            if episode.environment is not None:
+                self._calls.submit(episode.close, done=_nothing, late=_nothing)
+        self._calls.close(min(_CLOSING_S, self._timeout_s))
+        self.engine.close()
+
+    # ------------------------------------------------------------------ the engine's thread
+
+    def _sample(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closed or bool(self._waiting and not self._paused and self._fault is None)
+                )
+                if self._closed:
+                    return
+                batch, sampling = self._next()
+                self._sampling = True
+            start, found, raised = time.perf_counter(), list[Rollout](), None
+            try:
+                found = self.engine.generate(
+                    [one.ids for one in batch], sampling, keys=[one.answer_name for one in batch]
+                )
+                _check_answers(found, batch)
+            except Exception as error:  # noqa: BLE001 (raised again by `take`)
+                raised = error
+            with self._changed:
+                self._sampling = False
+                if raised is not None:
+                    self._fault = raised
+                    self._waiting += batch
+                else:
+                    for episode, rollout in zip(batch, found, strict=True):
+                        self._answered(episode, rollout, time.perf_counter() - start)
+                self._changed.notify_all()
+
+    def _next(self) -> tuple[list[_Episode], Sampling]:
+        """Those that are asked together: the oldest, and those sampled like it."""
+        self._waiting.sort(key=lambda one: one.order)
+        wanted = self._wanted(self._waiting[0])
+        alike = [one for one in self._waiting if self._wanted(one) == wanted][: self._batch]
+        chosen = set(map(id, alike))
+        self._waiting = [one for one in self._waiting if id(one) not in chosen]
+        return alike, wanted
+
+    def _wanted(self, episode: _Episode) -> Sampling:
+        """One answer; the seed is part of its name, so rounds that differ in nothing else are asked together."""
+        room = self._context - len(episode.ids)
+        return replace(episode.sampling, n=1, seed=0, max_tokens=min(episode.sampling.max_tokens, room))
+
+    def _answered(self, episode: _Episode, rollout: Rollout, seconds: float) -> None:
+        said = episode.say(rollout, seconds)
+        if self._factory is None:
+            self._end(episode, said.finish)
+        else:
+            self._ask(episode, lambda: self._step(episode, said))
+
+    # ------------------------------------------------------------------ environments, in their threads
+
+    def _begin(self, episode: _Episode) -> None:
+        if self._factory is None:
+            self._waiting.append(episode)
+        else:
+            factory = self._factory
+            self._ask(episode, lambda: self._reset(episode, factory))
+
+    def _ask(self, episode: _Episode, work: Callable[[], Heard]) -> None:
+        self._calls.submit(
+            lambda: _closing_on_error(episode, work),
+            done=lambda heard, raised, seconds: self._heard(episode, heard, raised, seconds),
+            late=episode.close,
+        )
+
+    def _reset(self, episode: _Episode, factory: EnvironmentFactory) -> Heard:
+        episode.environment = made = factory()
+        seed = seed_of(episode.sampling.seed, episode.prompt.prompt_id, "environment")
+        ids = _ids(made.reset(episode.prompt, seed=seed))
+        self._check_room("what the environment begins with", ids, episode.sampling)
+        return Heard(ids=ids)
+
+    def _step(self, episode: _Episode, said: Said) -> Heard:
+        environment = episode.environment
+        assert environment is not None
+        heard = environment.step(said)
+        rewards, finish = _added({}, heard.rewards), heard.finish
+        if finish not in (None, *get_args(Finish)):
+            raise ValueError(f"finish = {finish!r}")
+        ids = () if heard.done else _ids(heard.ids)
+        more = len(episode.ids) + len(ids) < self._context and episode.turns < self._max_turns
+        if not heard.done and not more:
+            ids, rewards, finish = (), _added(rewards, environment.cut_off()), "length"
+        done = heard.done or not more
+        if done:
+            episode.close()
+        return replace(heard, ids=ids, done=done, rewards=rewards, finish=finish, extra=dict(heard.extra))
+
+    def _heard(self, episode: _Episode, heard: Heard | None, raised: Exception | None, seconds: float) -> None:
+        """What an environment answered; in its thread, or in that of `take` when it hangs."""
+        with self._changed:
+            if not self._closed:
+                episode.environment_s += seconds
+                if isinstance(raised, RoleLost):
+                    self._lost.append(episode)
+                    self._broken(raised)
+                elif raised is not None:
+                    self._failed(episode, raised)
+                elif heard is not None:
+                    episode.hear(heard)
+                    if heard.done:
+                        self._allowance.book(False)
+                        self._end(episode, heard.finish or episode.finish)
+                    else:
+                        self._waiting.append(episode)
+                self._changed.notify_all()
+                return
+        if not isinstance(raised, TimedOut):
+            episode.close()
+
+    def _failed(self, episode: _Episode, raised: Exception) -> None:
+        told = f"{type(raised).__name__}: {raised}"
+        episode.fail(told)
+        self._end(episode, "length")
+        if self._allowance.book(True):
+            self._broken(
+                EnvironmentFailed(
+                    f"environments failed too often ({self._allowance}); the last one, of prompt "
+                    f"{episode.prompt.prompt_id}, answer {episode.sample}, turn {episode.turns}: {told}.",
+                    remedy="see the error; max_errors is the share that is let pass, timeout_s the patience",
+                )
+            )
+
+    def _broken(self, fault: Exception) -> None:
+        """Sample no more; of several faults those count most that no restart mends."""
+        if self._fault is None or isinstance(self._fault, RoleLost):
+            self._fault = fault
+
+    def _end(self, episode: _Episode, finish: Finish) -> None:
+        episode.end(finish)
+        group = self._groups[episode.prompt.prompt_id]
+        if all(one.trajectory is not None for one in group.episodes):
+            self._complete += 1
+            group.ended = self._complete
+
+    def _check_room(self, what: str, ids: Sequence[int], sampling: Sampling) -> None:
+        if not len(ids):
+            raise InvalidRun(f"{what} is empty.", remedy="at least one token")
+        if len(ids) + sampling.max_tokens > self._context:
+            raise InvalidRun(
+                f"{what} has {len(ids)} tokens; with max_tokens = {sampling.max_tokens} that is more than the "
+                f"{self._context} positions of the context.",
+                remedy="fewer max_tokens, or leave such prompts out (data.overflow=drop and data.pack_length)",
+            )
+
+
+class _Episode:
+    """One answer, or conversation, as far as it has come."""
+
+    def __init__(self, prompt: Prompt, sample: int, sampling: Sampling, order: int) -> None:
+        self.prompt, self.sample, self.sampling, self.order = prompt, sample, sampling, order
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """As if nothing had been played."""
+        self.ids = list(self.prompt.ids)
+        self.environment: Environment | None = None
+        self.trajectory: Trajectory | None = None
+        self.turns = 0
+        self.finish: Finish = "length"
+        self.sample_s = self.environment_s = 0.0
+        self._said: list[tuple[int, Rollout]] = []
+        self._rewards: dict[str, float | None] = {}
+        self._extra: dict[str, Any] = {}
+
+    @property
+    def answer_name(self) -> tuple[int, str, int, int]:
+        """Of the next answer: what its seed is made of."""
+        return self.sampling.seed, self.prompt.prompt_id, self.sample, self.turns
+
+    def say(self, rollout: Rollout, seconds: float) -> Said:
+        """Append an answer."""
+        words = tuple(rollout.ids.tolist())
+        self._said.append((len(self.ids), rollout))
+        self.ids += words
+        self.finish, self.sample_s = rollout.finish, self.sample_s + seconds
+        self.turns += 1
+        return Said(ids=words, finish=rollout.finish, turn=self.turns - 1)
+
+    def hear(self, heard: Heard) -> None:
+        """Append what follows an answer, or stand at what the first one is sampled behind."""
+        self.ids = [*(self.ids if self.turns else ()), *heard.ids]
+        self._rewards = _added(self._rewards, heard.rewards)
+        self._extra |= heard.extra
+
+    def fail(self, told: str) -> None:
+        """Keep no reward: it was not played to its end."""
+        self._rewards = {}
+        self._extra["failed"] = told
+
+    def close(self) -> None:
+        """Let go of its environment; may be called again."""
+        environment, self.environment = self.environment, None
+        if environment is not None:
+            environment.close()
+
+    def end(self, finish: Finish) -> None:
+        """Make its record."""
+        sampled = np.zeros(len(self.ids), np.bool_)
+        kinds = [one.log_probs.dtype for _, one in self._said]
+        log_probs = np.zeros(len(self.ids), np.result_type(np.float32, *kinds))
+        for start, one in self._said:
+            sampled[start : start + len(one)] = True
+            log_probs[start : start + len(one)] = one.log_probs
+        allowed = None
+        if any(one.allowed is not None for _, one in self._said):
+            width = max(one.allowed.shape[1] for _, one in self._said if one.allowed is not None)
+            allowed = np.full((len(self.ids), width), -1, np.int32)
+            for start, one in self._said:
+                if one.allowed is not None:
+                    allowed[start : start + len(one), : one.allowed.shape[1]] = one.allowed
+        told = {
+            "row": dict(self.prompt.row),
+            "turns": self.turns,
+            "sample_s": self.sample_s,
+            "environment_s": self.environment_s,
+        }
+        self.trajectory = Trajectory(
+            prompt_id=self.prompt.prompt_id,
+            group_id=self.prompt.prompt_id,
+            sample=self.sample,
+            ids=np.array(self.ids, np.int32),
+            sampled=sampled,
+            rollout_log_probs=log_probs,
+            temperature=self.sampling.temperature,
+            version=min((one.version for _, one in self._said), default=0),
+            finish=finish,
+            rewards=self._rewards,
+            extra=self._extra | told,
+            allowed=allowed,
+        )
+
+
+@dataclass(eq=False)
+class _Group:
+    """Answers to one prompt.
+
+    Attributes:
+        ended: its place among the groups that are complete; None: it is not yet.
+    """
+
+    episodes: list[_Episode]
+    ended: int | None = None
+
+
+def _check_answers(found: Sequence[Rollout], asked: Sequence[_Episode]) -> None:
+    """Refuse what no record can be made of while it can still be asked for again."""
+    if len(found) != len(asked):
+        raise RecordsRefused(f"the engine gave {len(found)} answers to {len(asked)} prompts.", remedy="one for each")
+    for one, episode in zip(found, asked, strict=True):
+        Trajectory.of(
+            one,
+            episode.ids,
+            prompt_id=episode.prompt.prompt_id,
+            group_id=episode.prompt.prompt_id,
+            sample=episode.sample,
+            temperature=episode.sampling.temperature,
+        )
+
+
+def _closing_on_error(episode: _Episode, work: Callable[[], Heard]) -> Heard:
+    try:
+        return work()
+    except Exception:
+        episode.close()
+        raise
+
+
+def _ids(given: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(word) for word in given)
+
+
+def _added(rewards: Mapping[str, float | None], more: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Sums by name; None with anything is None.
+
+    Raises:
+        ValueError: a reward that is no finite number.
+    """
+    made = dict(rewards)
+    for name, value in more.items():
+        before = made.get(name, 0.0)
+        made[name] = None if value is None or before is None else before + float(value)
+        if value is not None and not math.isfinite(float(value)):
+            raise ValueError(f"the reward {name} is {value}")
+    return made
+
+
+def _nothing(*_told: object) -> None:
+    """An outcome that nobody waits for."""
