@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -198,6 +198,10 @@ class Bridge:
     def named_hf_tensors(self, model: Decoder, *, merge_lora: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Hub names and tensors: see `bestiary.bridges.export.named_hf_tensors`."""
         return export.named_hf_tensors(self, model, merge_lora=merge_lora)
+
+    def fill_named(self, model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """What `named_hf_tensors` gave, into another such model: see `bestiary.bridges.loading.fill_named`."""
+        return loading.fill_named(self, model, tensors)
 
     def hf_config(self, model: Decoder) -> Any:
         """The transformers config of `model`: see `bestiary.bridges.export.hf_config`."""

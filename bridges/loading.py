@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import entry_points
@@ -208,6 +208,32 @@ def fill_parameters(parameters: Mapping[str, Tensor], source: TensorSource, plan
     wrong = [name for name, p in parameters.items() if name not in plan.fresh and written[name] != p.numel()]
     if wrong:
         raise KeyMismatch(mismatched=wrong, read_from=source.name, remedy="correct the rule of these parameters")
+
+
+@torch.no_grad()
+def fill_named(bridge: Bridge, model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Write hub tensors, as `named_hf_tensors` of such a model gives them, into one that lies whole in this process.
+
+    Returns:
+        Parameters that were not written wholly; adapters are none of them.
+    Raises:
+        KeyMismatch: a name or shape that the model does not have; what came before it is written.
+    """
+    plan = bridge.plan_export(model.decoder_config)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    transfers = {transfer.hub.name: transfer for transfer in plan.transfers}
+    written: Counter[str] = Counter()
+    for name, tensor in tensors:
+        transfer = transfers.get(name)
+        if transfer is None:
+            raise KeyMismatch(extra=[name], read_from="a stream of tensors")
+        if tuple(tensor.shape) != transfer.hub.shape:
+            wrong = f"{name} {list(tensor.shape)}, expected {list(transfer.hub.shape)}"
+            raise KeyMismatch(mismatched=[wrong], read_from="a stream of tensors")
+        for native, piece in transfer.pieces:
+            piece.read(tensor, parameters[native])
+            written[native] += piece.numel
+    return [item.native for item in plan.items if written[item.native] != parameters[item.native].numel()]
 
 
 def float_type(dtype: Any) -> torch.dtype | None:

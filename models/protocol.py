@@ -4,7 +4,7 @@ Everything that touches Hugging Face goes through the entry-point group `bestiar
 transformers, and a family that lives in another repository plugs in unchanged.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -153,6 +153,16 @@ class TrainerProtocol:
     def named_hf_tensors(self, *, merge_lora: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Hub names and shapes, one tensor at a time: what is exported, synced to a rollout engine, or compared."""
         return cast(Iterator[tuple[str, Tensor]], self._bridge.named_hf_tensors(self, merge_lora=merge_lora))
+
+    def load_hf_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """What `named_hf_tensors` of such a model gives, into this one, which lies whole in this process.
+
+        Returns:
+            Parameters that were not written wholly.
+        Raises:
+            bestiary.bridges.errors.KeyMismatch: a name or shape that this model does not have.
+        """
+        return cast(list[str], self._bridge.fill_named(self, tensors))
 
     @property
     def _bridge(self) -> Any:

@@ -10,8 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from bestiary.bridges import MemorySource, fill, get_bridge
+from bestiary.bridges.errors import KeyMismatch
 from bestiary.bridges.storage import INDEX, SINGLE, SafetensorsSource
 from bestiary.models import AutoDecoder
+from bestiary.verify.weights import perturb
 
 from .checkpoints import FAMILIES, edit_json, reference_model, reload, tiny_config
 
@@ -77,6 +79,21 @@ def test_exported_names_and_shapes_are_those_of_the_hub(tmp_path: Path, model_ty
     streamed = dict(ours.named_hf_tensors())
     assert {name: t.shape for name, t in streamed.items()} == {name: t.shape for name, t in theirs.items()}
     assert all(torch.equal(streamed[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_stream_of_hub_tensors_fills_another_model(tmp_path: Path, model_type: str) -> None:
+    """What is left out is named by its parameter, what is unknown or misshapen by its hub name."""
+    reference_model(tiny_config(model_type)).save_pretrained(tmp_path / "hf")
+    one, other = AutoDecoder.from_pretrained(tmp_path / "hf"), AutoDecoder.from_pretrained(tmp_path / "hf")
+    perturb(one, seed=3)
+    assert other.load_hf_tensors(one.named_hf_tensors()) == []
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    left = [pair for pair in one.named_hf_tensors() if pair[0] != "model.norm.weight"]
+    assert other.load_hf_tensors(left) == ["model.norm.weight"]
+    for name, tensor in (("x.weight", torch.zeros(1)), ("model.norm.weight", torch.zeros(1))):
+        with pytest.raises(KeyMismatch, match=name):
+            other.load_hf_tensors([(name, tensor)])
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

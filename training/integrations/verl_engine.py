@@ -12,9 +12,7 @@ verl's own are the micro-batches, losses, optimiser, schedule, checkpoints and m
 meta, spread by `parallelize`, read slice by slice), adapters inside it, a forward pass that gives log-probabilities
 and entropy without logits, and the weights that leave for a rollout engine: hub names and shapes, adapters merged.
 
-verl registers no platform for CPUs: `get_device_name()` answers "cuda" there (the last line of
-`_detect_platform_name` in verl/plugin/platform/platform_manager.py). `CpuPlatform` is one, taken where
-VERL_PLATFORM=cpu asks for it: a process without a GPU may be the head of a cluster that has them.
+On CPUs VERL_PLATFORM=cpu asks for the platform in `verl_platform`.
 """
 
 from __future__ import annotations
@@ -22,11 +20,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -38,98 +35,15 @@ from bestiary.models.lora import adapters_off
 from bestiary.training.errors import InvalidRun
 from bestiary.training.integrations.example import Batch, Steps, parser, read_rows
 from bestiary.training.integrations.needs import needs
+from bestiary.training.integrations.verl_platform import INSTALL
 from bestiary.training.parallel import Precision, build_mesh, parallelize
 from bestiary.training.processes import processes
 
-INSTALL = "--no-deps -r tools/requirements/verl.txt"
 VENDOR = "bestiary"
 
 with needs("verl", INSTALL), warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of engines for libraries that are not there
     from tensordict import TensorDict
-    from verl.plugin.platform import PlatformBase, PlatformRegistry
-
-
-@PlatformRegistry.register(platform="cpu")
-class CpuPlatform(PlatformBase):
-    """Processors as verl's device; VERL_PLATFORM=cpu asks for it."""
-
-    device_name = "cpu"
-    vendor_name = "cpu"
-    device_module: ModuleType = torch.cpu
-
-    def is_available(self) -> bool:
-        """There is no accelerator: verl asks before it saves and restores generators of one."""
-        return False
-
-    def current_device(self) -> str:
-        """Its name: verl hands this to `.to()`, which reads a number as a GPU's."""
-        return "cpu"
-
-    def device_count(self) -> int:
-        """One."""
-        return 1
-
-    def set_device(self, device_index: int) -> None:
-        """There is one."""
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Nothing runs behind."""
-
-    def manual_seed(self, seed: int) -> None:
-        """Of torch's generator."""
-        torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Of torch's generator."""
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        """There are none."""
-
-    def empty_cache(self) -> None:
-        """There is none."""
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        """None."""
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        """Gloo."""
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        """One that hides nothing."""
-        return "VERL_VISIBLE_CPUS"
-
-    def nvtx_range(self, msg: str) -> Any:
-        """Nothing."""
-        return nullcontext()
-
-    def profiler_start(self) -> None:
-        """Nothing."""
-
-    def profiler_stop(self) -> None:
-        """Nothing."""
-
-    def ray_resource_name(self) -> str:
-        """Ray's own."""
-        return "CPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        """None."""
-        return []
-
-    def is_ipc_supported(self) -> bool:
-        """No."""
-        return False
-
-    def cudart(self) -> None:
-        """None."""
-
-
-with needs("verl", INSTALL), warnings.catch_warnings():
-    warnings.simplefilter("ignore")
     from verl.trainer.config import CheckpointConfig
     from verl.utils import tensordict_utils
     from verl.utils.device import get_device_name

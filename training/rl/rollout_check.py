@@ -253,4 +253,4 @@ def _at(logits: Sequence[Tensor], rollouts: Sequence[Rollout], temperature: floa
 
 def told(one: Rollout) -> Tensor:
     """The engine's log-probabilities, float64."""
-    return torch.from_numpy(np.asarray(one.log_probs)).double()
+    return torch.from_numpy(np.array(one.log_probs)).double()  # of one from another process, a copy: it is read-only

@@ -1,0 +1,396 @@
+"""Processes of a role, as actors of Ray: who starts, places, asks and replaces them is verl's single controller.
+
+`Group` is all that the rest of bestiary sees of it. A group is *together* (one process group of torch, which lives and
+dies as one: a policy over N ranks) or a number of members that know nothing of one another (engines, references).
+
+What verl 0.9.1 does that one has to know, on CPUs above all:
+
+* `RayResourcePool` takes a GPU for each process unless told `use_gpu=False`, and `max_colocate_count` CPUs, ten by
+  default: more than a small machine has, and `get_placement_groups` then waits forever. Both are always given here, and
+  `Pool` refuses what the cluster has no room for.
+* Without a GPU its platform is CUDA all the same; `integrations.verl_platform` is one for processors.
+* A group asks in its bundle for an address before it makes actors, with a task that wants one CPU there. So actors here
+  take none (Ray's default for them), else a group could not be replaced beside its neighbours.
+* Its methods wait with `ray.get` and no timeout, and for the first in rank order: a process that hangs in a collective
+  because another died would be waited for. What is registered here is `blocking=False`, and waited for by `Members`.
+* Arguments are split over the workers if all are lists of the group's size, and only lists: `Dispatch.DP_COMPUTE` takes
+  a tuple as well, and sends it whole to everybody. Ours are lists.
+* With `Dispatch.ONE_TO_ALL` and `Execute.RANK_ZERO` the first worker is handed the list; `ALL_TO_ALL` is meant.
+* What a constructor raises comes out as the actor's death. Ours do nothing; `build` makes what a worker hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from bestiary.kernels.errors import BestiaryError
+from bestiary.training.control import named_failures
+from bestiary.training.errors import InvalidRun, RankLost, Role, RoleLost
+from bestiary.training.integrations.needs import needs
+from bestiary.training.integrations.verl_platform import INSTALL, CpuPlatform
+
+with needs("ray", "bestiary[ray]"):
+    import ray
+    from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
+
+with needs("verl", INSTALL), warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from verl.plugin.platform import set_platform
+    from verl.single_controller.base import Worker
+    from verl.single_controller.base.decorator import Dispatch, Execute, register
+    from verl.single_controller.ray.base import (
+        RayClassWithInitArgs,
+        RayResourcePool,
+        RayWorkerGroup,
+        SubRayResourcePool,
+        split_resource_pool,
+    )
+
+GRACE_S = 5.0  # in which the process that died is told from those that lost it
+everybody = partial(register, dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)()
+shares = partial(register, dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)()
+first_alone = partial(register, dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO, blocking=False)()
+_PASSED = ("PYTHONSAFEPATH", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+class RoleWorker(Worker):
+    """One process of a role. Subclasses register what they can be asked: `everybody`, `shares`, `first_alone`."""
+
+    hosted: Any
+
+    @everybody
+    def build(self, make: Callable[[], Any], timeout_s: float) -> Any:
+        """Make what is hosted here; what `describe` says of it."""
+        self._timeout_s = timeout_s
+        # What arrives lies in Ray's shared memory, and nobody here writes into it.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        with self.failing():
+            self.hosted = make()
+            return self.describe()
+
+    def describe(self) -> Any:
+        """What the other side should know of it."""
+        return None
+
+    @everybody
+    def ping(self) -> int:
+        """The process id: it is alive and answers."""
+        return os.getpid()
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Torch's own words for a lost rank or no memory, as errors of ours."""
+        with named_failures("see the log of this process", self._timeout_s):
+            yield
+
+    _timeout_s = 600.0
+
+
+@dataclass
+class Pool:
+    """Where processes run: so many places, each with room for one process of several roles.
+
+    Args:
+        places: on each node alike.   nodes: that have them.
+        roles: that share the places, each with one process at a place; on GPUs each has a share of the GPU.
+        gpu: whether a place has a GPU; None: where the cluster has as many as there are places.
+        timeout_s: after which a cluster that gives nothing is given up.
+
+    Raises:
+        InvalidRun: the cluster has less.
+    """
+
+    places: int
+    roles: int
+    nodes: int = 1
+    gpu: bool | None = None
+    timeout_s: float = 600.0
+    _pool: RayResourcePool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        cores, gpus = (ray.cluster_resources().get(kind, 0) for kind in ("CPU", "GPU"))
+        size = self.places * self.nodes
+        if self.gpu is None:
+            self.gpu = gpus >= size
+        free = ray.available_resources()
+        for kind, wanted, has in (("CPU", size * self.roles, cores), ("GPU", size if self.gpu else 0, gpus)):
+            if free.get(kind, 0) < wanted:
+                raise InvalidRun(
+                    f"{size} places for {self.roles} roles need {wanted} {kind}s of Ray; it has {has:g}, "
+                    f"{free.get(kind, 0):g} of them free.",
+                    remedy="fewer processes in `placement`, or more cores: on one machine `placement.cpus`",
+                )
+        if not self.gpu:
+            set_platform(CpuPlatform())
+        self._pool = RayResourcePool([self.places] * self.nodes, use_gpu=self.gpu, max_colocate_count=self.roles)
+
+    @property
+    def size(self) -> int:
+        """Places on all nodes."""
+        return self.places * self.nodes
+
+    def part(self, first: int, count: int) -> SubRayResourcePool:
+        """Places [first, first + count)."""
+        cuts = [first, count, self.size - first - count]
+        found = split_resource_pool(self._pool, cuts)
+        chosen: SubRayResourcePool = found[1]
+        return chosen
+
+    def close(self) -> None:
+        """Give the places back."""
+        for group in self._pool.pgs or ():
+            ray.util.remove_placement_group(group)
+        self._pool.pgs = None
+
+
+@dataclass(frozen=True)
+class Members:
+    """The living processes of a role, to be asked from anywhere: it travels.
+
+    Attributes:
+        role: what `RoleLost` says.   handles: of the actors, in order.
+        together: they are ranks of one run of torch.   timeout_s: after which one that does not answer is lost.
+    """
+
+    role: Role
+    handles: tuple[Any, ...]
+    together: bool
+    timeout_s: float
+
+    def __len__(self) -> int:
+        return len(self.handles)
+
+    def ask(self, member: int, name: str, *arguments: Any) -> Any:
+        """A reference to the answer of one member.
+
+        Raises:
+            RoleLost: it is known to be dead.
+        """
+        try:
+            return getattr(self.handles[member], name).remote(*arguments)
+        except RayActorError as error:
+            raise self._lost(error, member) from error
+
+    def answer(self, member: int, name: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """The answer of one member; raises as `wait`."""
+        return self.wait([self.ask(member, name, *arguments)], members=[member], timeout_s=timeout_s)[0]
+
+    def tell(self, member: int, name: str, *arguments: Any) -> None:
+        """Ask for something whose answer nobody waits for; of one that is dead, nothing."""
+        with suppress(RoleLost):
+            self.ask(member, name, *arguments)
+
+    def every(self, name: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
+        """The same asked of all; raises as `wait`."""
+        asked = [self.ask(member, name, *arguments) for member in range(len(self))]
+        return self.wait(asked, timeout_s=timeout_s)
+
+    def wait(
+        self, references: Sequence[Any], *, members: Sequence[int] | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        """Answers to references, in their order.
+
+        Args:
+            members: who was asked; None: all, in order.
+        Raises:
+            RoleLost: one died, or did not answer in time; before what others say of its death.
+            BestiaryError: what one of them raised.
+        """
+        asked = range(len(references)) if members is None else members
+        waiting = dict(zip(references, asked, strict=True))
+        patience = self.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + patience
+        found: dict[Any, Any] = {}
+        failures: list[BaseException] = []
+        while waiting:
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                break
+            for reference in done:
+                member = waiting.pop(reference)
+                found[reference] = self.read(reference, member)
+                if isinstance(found[reference], BaseException):
+                    failures.append(found[reference])
+                    # The others may wait for it in a collective, and one of them may be the one that died.
+                    deadline = min(deadline, time.monotonic() + (GRACE_S if self.together else 0.0))
+            if any(isinstance(failure, RoleLost) for failure in failures):
+                break
+        if failures:
+            raise _cause(failures, self.role)
+        if waiting:
+            silent = ", ".join(str(member) for member in waiting.values())
+            raise RoleLost(
+                f"{self.role} process {silent} of {len(self)} did not answer in {patience:g} s.",
+                role=self.role,
+                remedy="the controller starts it again; a longer placement.timeout_s if it only needs longer",
+            )
+        return [found[reference] for reference in references]
+
+    def read(self, reference: Any, member: int) -> Any:
+        """What a finished reference holds: the answer, or the error in place of it."""
+        try:
+            return ray.get(reference, timeout=self.timeout_s)
+        except RayTaskError as error:
+            return error.cause if isinstance(error.cause, BestiaryError) else error
+        except (RayActorError, GetTimeoutError, ObjectLostError) as error:
+            return self._lost(error, member)
+
+    def _lost(self, error: BaseException, member: int) -> RoleLost:
+        return RoleLost(
+            f"process {member} of {len(self)} of role {self.role} died ({_first_line(error)}).",
+            role=self.role,
+            remedy="the controller starts it again; look for what it printed last if it goes on dying",
+        )
+
+
+class Group:
+    """Processes of one role.
+
+    Args:
+        role: what `RoleLost` says.
+        worker: what each hosts.
+        make: called in each of them; travels there, so it is of module level, or a `partial` of one that is.
+        size: how many.   first: the place in the pool of the first of them.
+        together: they are ranks of one run of torch, and replaced all at once.
+        threads: calls that one of them answers at a time.
+        timeout_s: after which one that does not answer counts as lost.
+        environment: of the processes.
+
+    Attributes:
+        described: what each said of what it hosts.
+        generations: how often each was started.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        worker: type[RoleWorker],
+        make: Callable[[], Any],
+        *,
+        size: int,
+        pool: Pool,
+        first: int = 0,
+        together: bool = False,
+        threads: int = 1,
+        timeout_s: float = 600.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.role, self.size, self.timeout_s = role, size, timeout_s
+        self._worker, self._make, self._together, self._threads = worker, make, together, threads
+        self._environment = {name: os.environ[name] for name in _PASSED if name in os.environ}
+        self._environment["VERL_LOGGING_LEVEL"] = os.environ.get("VERL_LOGGING_LEVEL", "ERROR")
+        self._environment |= {} if pool.gpu else {"VERL_PLATFORM": "cpu"}
+        self._environment |= environment or {}
+        if together:
+            self._parts = [pool.part(first, size)]
+        else:
+            self._parts = [pool.part(first + place, 1) for place in range(size)]
+        self.generations = [0] * size
+        self.described: list[Any] = [None] * size
+        self._started: list[RayWorkerGroup | None] = [None] * len(self._parts)
+        self._whole: RayWorkerGroup
+        try:
+            self._start(range(len(self._parts)))
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, name: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
+        """Ask all, or whom the method's dispatch says; their answers in order. Raises as `Members.wait`."""
+        try:
+            asked = getattr(self._whole, name)(*arguments)
+        except RayActorError as error:
+            raise RoleLost(f"role {self.role} died ({_first_line(error)}).", role=self.role) from error
+        return self.members.wait(asked if isinstance(asked, list) else [asked], timeout_s=timeout_s)
+
+    @property
+    def members(self) -> Members:
+        """As they are now; those that are started later are others."""
+        return Members(self.role, tuple(self._whole.workers), self._together, self.timeout_s)
+
+    # ------------------------------------------------------------------ life
+
+    def dead(self) -> list[int]:
+        """Members that are dead or do not answer."""
+        members = self.members
+        lost, asked = [], {}
+        for member in range(self.size):
+            try:
+                asked[members.ask(member, "ping")] = member
+            except RoleLost:
+                lost.append(member)
+        done, silent = ray.wait(list(asked), num_returns=len(asked), timeout=self.timeout_s) if asked else ([], [])
+        lost += [asked[one] for one in done if isinstance(members.read(one, asked[one]), RoleLost)]
+        return sorted([*lost, *(asked[one] for one in silent)])
+
+    def restart(self) -> list[int]:
+        """New processes in place of dead ones, of a group that is together in place of all; who is new.
+
+        Raises:
+            RoleLost: they died again.
+        """
+        dead = self.dead()
+        if not dead:
+            return []
+        parts = range(len(self._parts)) if self._together else dead
+        self._start(parts)
+        return list(range(self.size)) if self._together else dead
+
+    def close(self) -> None:
+        """End all processes."""
+        for part in range(len(self._parts)):
+            self._kill(part)
+
+    def _start(self, parts: Sequence[int]) -> None:
+        for part in parts:
+            self._kill(part)
+            made = RayClassWithInitArgs(cls=ray.remote(self._worker))
+            made.update_options({"max_concurrency": self._threads, "max_restarts": 0})
+            with needs("verl", INSTALL):
+                self._started[part] = RayWorkerGroup(
+                    resource_pool=self._parts[part],
+                    ray_cls_with_init=made,
+                    name_prefix=f"{self.role}{part}_{os.urandom(4).hex()}_",
+                    device_name="cuda" if self._parts[part].use_gpu else "cpu",
+                    worker_env=self._environment,
+                )
+        every = [worker for group in self._started if group is not None for worker in group.workers]
+        self._whole = RayWorkerGroup.from_detached(
+            worker_handles=every, ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(self._worker))
+        )
+        new = list(range(self.size)) if self._together else list(parts)
+        members = self.members
+        asked = [members.ask(member, "build", self._make, self.timeout_s) for member in new]
+        for member, described in zip(new, members.wait(asked, members=new), strict=True):
+            self.described[member] = described
+            self.generations[member] += 1
+
+    def _kill(self, part: int) -> None:
+        group = self._started[part]
+        for worker in () if group is None else group.workers:
+            ray.kill(worker, no_restart=True)
+        self._started[part] = None
+
+
+def _cause(failures: Sequence[BaseException], role: Role) -> BaseException:
+    """Which of several failures the others come from; a lost rank is a lost role."""
+    lost = [failure for failure in failures if isinstance(failure, RoleLost)]
+    told = [failure for failure in failures if not isinstance(failure, RankLost | RoleLost)]
+    ranks = [
+        RoleLost(failure.what, role=role, remedy=failure.remedy)
+        for failure in failures
+        if isinstance(failure, RankLost)
+    ]
+    return [*lost, *told, *ranks][0]
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:160] if lines else type(error).__name__

@@ -1,0 +1,236 @@
+"""What the processes of each role host, and what they can be asked: the in-process object of the role, called there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from bestiary.training.errors import InvalidRun
+from bestiary.training.rl.buckets import Bucket
+from bestiary.training.rl.environments import Environment, EnvironmentFactory, Heard, Said
+from bestiary.training.rl.groups import RoleWorker, everybody, shares
+from bestiary.training.rl.inflow import Inflow
+from bestiary.training.rl.packing import Column
+from bestiary.training.rl.records import Experience, Trajectory
+from bestiary.training.rl.remote_engine import EngineFacts
+from bestiary.training.rl.roles import Figures, Frozen, Policy, Prompt, Scorer
+from bestiary.training.rl.rollout import Rollout, Sampling
+from bestiary.training.rl.shared_engine import SharedEngine
+from bestiary.training.rl.weight_sync import (
+    Answered,
+    Checksums,
+    Synced,
+    SyncFailed,
+    WeightReceiver,
+    checksum_of,
+    takes_weights,
+)
+
+# ---------------------------------------------------------------------- models that compute
+
+
+class FrozenWorker(RoleWorker):
+    """Hosts a `Frozen`: a reference, a teacher."""
+
+    hosted: Frozen
+
+    @shares
+    def log_probs(self, experiences: Sequence[Experience], column: Column) -> list[Experience]:
+        """See `Frozen`; of the share that this process was given."""
+        with self.failing():
+            return self.hosted.log_probs(experiences, column)
+
+
+class PolicyWorker(RoleWorker):
+    """Hosts a `Policy`: one rank of it, whose calls all ranks make together."""
+
+    hosted: Policy
+
+    def describe(self) -> int:
+        """The version."""
+        return self.hosted.version
+
+    @shares
+    def log_probs(self, experiences: Sequence[Experience], column: Column) -> list[Experience]:
+        """See `Frozen`; of the share that this rank was given."""
+        with self.failing():
+            return self.hosted.log_probs(experiences, column)
+
+    @shares
+    def forward_backward(self, experiences: Sequence[Experience]) -> Figures:
+        """See `Policy`; of the share that this rank was given."""
+        with self.failing():
+            return self.hosted.forward_backward(experiences)
+
+    @everybody
+    def optim_step(self) -> tuple[Figures, int]:
+        """See `Policy`; and the version that it made."""
+        with self.failing():
+            return self.hosted.optim_step(), self.hosted.version
+
+    @shares
+    def sample(self, share: tuple[Sequence[Sequence[int]], Sequence[object]], sampling: Sampling) -> list[Rollout]:
+        """See `Policy`; of the prompts, and their names, that this rank was given."""
+        prompts, keys = share
+        with self.failing():
+            return self.hosted.sample(prompts, sampling, keys=keys)
+
+    @everybody
+    def sync(self, engine: WeightReceiver) -> tuple[Synced, Answered | None]:
+        """See `Policy`. The first rank alone talks to the engine."""
+        with self.failing():
+            shared = SharedEngine(engine)
+            return self.hosted.sync(shared), shared.answered
+
+    @shares
+    def check(self, trajectories: Sequence[Trajectory]) -> Figures:
+        """See `Policy`; of the share that this rank was given, and figures of all."""
+        with self.failing():
+            return self.hosted.check(trajectories)
+
+    @everybody
+    def save_state(self, controller: Mapping[str, Any], wait: bool) -> None:
+        """See `Policy`."""
+        with self.failing():
+            self.hosted.save_state(controller, wait=wait)
+
+    @everybody
+    def load_state(self) -> tuple[Mapping[str, Any] | None, int]:
+        """See `Policy`; and the version that it brought."""
+        with self.failing():
+            return self.hosted.load_state(), self.hosted.version
+
+    @everybody
+    def trained(self) -> Mapping[str, int]:
+        """See `Policy`."""
+        return self.hosted.trained()
+
+    @everybody
+    def export(self, folder: Path) -> None:
+        """See `Policy`."""
+        with self.failing():
+            self.hosted.export(folder)
+
+
+# ---------------------------------------------------------------------- judging and answering
+
+
+class RewardWorker(RoleWorker):
+    """Hosts a `Scorer`."""
+
+    hosted: Scorer
+
+    @shares
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """See `Scorer`; of the share that this process was given."""
+        return self.hosted.score(trajectories)
+
+    @everybody
+    def figures(self) -> Figures:
+        """See `Scorer`."""
+        return self.hosted.figures()
+
+
+class EnvironmentWorker(RoleWorker):
+    """Hosts an `EnvironmentFactory`, and the environments of the episodes that are being played."""
+
+    hosted: EnvironmentFactory
+
+    def describe(self) -> None:
+        """Nothing; a place for environments is made."""
+        self._playing: dict[str, Environment] = {}
+
+    def reset(self, episode: str, prompt: Prompt, seed: int) -> Sequence[int]:
+        """See `Environment`; of an episode that has a new one from here on."""
+        self.end(episode)
+        self._playing[episode] = self.hosted()
+        return self._playing[episode].reset(prompt, seed=seed)
+
+    def step(self, episode: str, said: Said) -> Heard:
+        """See `Environment`."""
+        return self._playing[episode].step(said)
+
+    def end(self, episode: str) -> None:
+        """`Environment.close`; of an episode that has none, nothing."""
+        environment = self._playing.pop(episode, None)
+        if environment is not None:
+            environment.close()
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+class RolloutWorker(RoleWorker):
+    """Hosts an engine that takes weights; whoever plays episodes with it does so from where the controller is."""
+
+    hosted: WeightReceiver
+    _inflow: Inflow | None = None
+
+    def describe(self) -> EngineFacts:
+        """Of its engine.
+
+        Raises:
+            InvalidRun: one that takes no weights: nobody in this process trains.
+        """
+        engine: Any = self.hosted
+        if not takes_weights(engine):
+            raise InvalidRun(
+                f"a rollout process with {type(engine).__name__}, which takes no weights.",
+                remedy="rollouts.engine: standalone or vllm",
+            )
+        return EngineFacts(type(engine).__name__, dict(engine.shapes), engine.dtype, int(engine.context))
+
+    def open_stream(self) -> None:
+        """Begin to receive weights; what was being received is given up."""
+        if self._inflow is not None:
+            self._inflow.give_up()
+        self._inflow = Inflow(self.hosted, self._timeout_s)
+
+    def take_bucket(self, number: int, bucket: Bucket) -> None:
+        """See `Inflow.put`.
+
+        Raises:
+            SyncFailed: also where no stream is open.
+        """
+        self._open.put(number, bucket)
+
+    def close_stream(self, buckets: int) -> list[str]:
+        """See `Inflow.finish`."""
+        inflow, self._inflow = self._open, None
+        return inflow.finish(buckets)
+
+    def checksums(self) -> Mapping[str, int]:
+        """See `weight_sync.Checksums`."""
+        engine = self.hosted
+        if isinstance(engine, Checksums):
+            return engine.checksums()
+        held = {name: engine.held(name) for name in engine.shapes}
+        return {name: checksum_of(tensor, engine.dtype) for name, tensor in held.items() if tensor is not None}
+
+    def held(self, name: str) -> Tensor | None:
+        """See `WeightReceiver`."""
+        found = self.hosted.held(name)
+        return None if found is None else found.detach().to("cpu").clone()
+
+    def probe(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
+        """See `WeightReceiver`."""
+        return self.hosted.probe(prompts, sampling)
+
+    def accept(self, version: int) -> None:
+        """See `WeightReceiver`."""
+        self.hosted.accept(version)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, keys: Sequence[object] | None
+    ) -> list[Rollout]:
+        """See `RolloutEngine`."""
+        return self.hosted.generate(prompts, sampling, keys=keys)
+
+    @property
+    def _open(self) -> Inflow:
+        if self._inflow is None:
+            raise SyncFailed("tensors for an engine that no sync was begun with.", remedy="sync again")
+        return self._inflow
