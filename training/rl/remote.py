@@ -211,6 +211,11 @@ class RemoteEnvironment:
         found: Heard = self._members.answer(self._member, "step", self._episode, said)
         return found
 
+    def cut_off(self) -> Mapping[str, float | None]:
+        """See `Environment`."""
+        found: Mapping[str, float | None] = self._members.answer(self._member, "cut_off", self._episode)
+        return found
+
     def close(self) -> None:
         """See `Environment`; not waited for."""
         self._members.tell(self._member, "end", self._episode)

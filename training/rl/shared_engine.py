@@ -31,6 +31,7 @@ class SharedEngine:
         self._first = not self._several or dist.get_rank() == 0
         self.shapes: Shapes = engine.shapes
         self.dtype: torch.dtype = engine.dtype
+        self.context: int = engine.context
         self.answered: Answered | None = engine.answered
 
     @property

@@ -60,12 +60,13 @@ class WeightReceiver(RolloutEngine, Protocol):
 
     Attributes:
         shapes: hub names and shapes of what it must be sent.
-        dtype: that it computes in.
+        dtype: that it computes in.   context: positions of a prompt and its answer.
         answered: None at first; `sync` keeps here what was said at the last one.
     """
 
     shapes: Shapes
     dtype: torch.dtype
+    context: int
     answered: Answered | None
 
     def receive(self, tensors: Iterator[tuple[str, Tensor]]) -> list[str]:

@@ -153,6 +153,10 @@ class EnvironmentWorker(RoleWorker):
         """See `Environment`."""
         return self._playing[episode].step(said)
 
+    def cut_off(self, episode: str) -> Mapping[str, float | None]:
+        """See `Environment`."""
+        return self._playing[episode].cut_off()
+
     def end(self, episode: str) -> None:
         """`Environment.close`; of an episode that has none, nothing."""
         environment = self._playing.pop(episode, None)
@@ -181,7 +185,7 @@ class RolloutWorker(RoleWorker):
                 f"a rollout process with {type(engine).__name__}, which takes no weights.",
                 remedy="rollouts.engine: standalone or vllm",
             )
-        return EngineFacts(type(engine).__name__, dict(engine.shapes), engine.dtype, int(engine.context))
+        return EngineFacts(type(engine).__name__, dict(engine.shapes), engine.dtype, engine.context)
 
     def open_stream(self) -> None:
         """Begin to receive weights; what was being received is given up."""
