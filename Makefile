@@ -59,10 +59,10 @@ self-test: .venv/.stamp-dev ## the verifier on planted bugs: all killed, no fals
 
 accept: verify-all self-test ## records in ports/ and the README's table from a whole run
 	$(BIN)/python -m bestiary.tools.families accept out/verdict.json out/self-test.json
-	$(BIN)/python -m bestiary.tools.families readme
+	$(BIN)/python -m bestiary.tools.pages
 
-readme: .venv/.stamp-dev ## the README's table of families from the records in ports/
-	$(BIN)/python -m bestiary.tools.families readme
+readme: .venv/.stamp-dev ## what is written from something else: the README's tables, verdicts.json, docs/errors.md
+	$(BIN)/python -m bestiary.tools.pages
 
 browser: ## a headless Chromium for the tests of the HTML report, from Debian's packages (as root), unless one is there
 	@for name in $(BROWSERS); do if command -v $$name; then exit 0; fi; done; \

@@ -8,7 +8,10 @@ from bestiary.bridges.errors import UnsupportedConfig
 
 
 class OpenDecision(UnsupportedConfig):
-    """A decision that a port has not taken yet; `decision` is its name."""
+    """A decision that a port has not taken yet; `decision` is its name.
+
+    Remedy: decide it after transformers' modelling file; PORT.md lists all that are open.
+    """
 
     def __init__(self, decision: str, question: str) -> None:
         self.decision = decision

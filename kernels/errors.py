@@ -40,16 +40,28 @@ def _restored(kind: type[BestiaryError], args: tuple[Any, ...], content: dict[st
 
 
 class InvalidArgument(BestiaryError):
-    """An argument whose shape, dtype or value makes no sense, or two that contradict each other."""
+    """An argument whose shape, dtype or value makes no sense, or two that contradict each other.
+
+    Remedy: correct the argument that the message names; shapes and dtypes stand in the function's docstring.
+    """
 
 
 class LabelOutOfRange(BestiaryError):
-    """A target outside [0, vocab_size) that is not `ignore_index`."""
+    """A target outside [0, vocab_size) that is not `ignore_index`.
+
+    Remedy: mask positions without a target with -100; ids beyond the vocabulary come from another tokenizer.
+    """
 
 
 class TokenOutOfRange(BestiaryError):
-    """A token id outside [0, vocab_size)."""
+    """A token id outside [0, vocab_size).
+
+    Remedy: use the checkpoint's own tokenizer, or `resize_token_embeddings` after adding tokens.
+    """
 
 
 class UnsupportedDispatch(BestiaryError):
-    """A forced implementation that cannot run here; the message says why."""
+    """A forced implementation that cannot run here; the message says why.
+
+    Remedy: leave the implementation to `dispatch`, or give what the message says it needs.
+    """

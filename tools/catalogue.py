@@ -37,7 +37,10 @@ _OWN_NAMES = {"afm-4.5b", "phi-4", "qwen1.5-a2.7b", "smollm2-135m"}
 
 
 class NoSuchFamily(BestiaryError):
-    """A name of a family or size that `bestiary.models` does not export, or that several answer to."""
+    """A name of a family or size that `bestiary.models` does not export, or that several answer to.
+
+    Remedy: `bestiary models` lists families and sizes.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,10 @@ Trained tokens stand in green. exit codes: 0 looked, 1 a row was refused, 7 usag
 
 
 class RichMissing(BestiaryError):
-    """The package that colours the terminal is not installed."""
+    """The package that colours the terminal is not installed.
+
+    Remedy: `pip install 'bestiary[demo]'`, or `--json -`.
+    """
 
 
 def add_data(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> None:

@@ -12,13 +12,19 @@ NUMERIC, INCONCLUSIVE = 1, 5  # exit codes, as `verify-bridge` counts them
 
 
 class StepFailed(BestiaryError):
-    """A step whose result is not what it must be."""
+    """A step whose result is not what it must be.
+
+    Remedy: `bestiary doctor`, then the command that the step names.
+    """
 
     exit_code = NUMERIC
 
 
 class Tie(StepFailed):
-    """Continuations that part where two tokens are equally likely up to rounding."""
+    """Continuations that part where two tokens are equally likely up to rounding.
+
+    Remedy: another length: `--new-tokens`.
+    """
 
     exit_code = INCONCLUSIVE
 

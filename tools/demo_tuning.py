@@ -34,7 +34,10 @@ MOVES = 100
 
 
 class PackageMissing(BestiaryError):
-    """A package that the fine-tuning needs and that is not installed."""
+    """A package that the fine-tuning needs and that is not installed.
+
+    Remedy: install the extra that the message names, or `make demo`.
+    """
 
 
 @dataclass(frozen=True)

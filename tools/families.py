@@ -19,7 +19,6 @@ from typing import Any
 
 from bestiary.bridges import Bridge, registered_bridges
 from bestiary.kernels.errors import BestiaryError
-from bestiary.tools.catalogue import VERDICTS
 from bestiary.tools.port.state import ACCEPTANCE, CARD, GROUP, KILLS, checkout
 from bestiary.verify.api import verify_several
 from bestiary.verify.gates import GATE_VERSION
@@ -45,7 +44,10 @@ _HEADS = (
 
 
 class NotAccepted(BestiaryError):
-    """A verdict or self-test that is no acceptance: it failed, it is partial, or a family lacks one of the two."""
+    """A verdict or self-test that is no acceptance: it failed, it is partial, or a family lacks one of the two.
+
+    Remedy: make the family pass: `verify-bridge NAME` and `verify-bridge self-test NAME`.
+    """
 
     exit_code = 5
 
@@ -181,7 +183,7 @@ def with_table(readme: str, known: dict[str, Record]) -> str:
 
 
 def summary(known: dict[str, Record]) -> str:
-    """`catalogue.VERDICTS`: what an installed package says of its families, without the records."""
+    """`bestiary.tools.catalogue.VERDICTS`: what an installed package says of its families, without the records."""
     families = {}
     for name, record in known.items():
         verdict, kills = record.verdict, record.kills
@@ -228,7 +230,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("stale", help="families whose record is missing or old, and why")
     commands.add_parser("verify", help=f"these in full, the others through {SHORT}")
-    commands.add_parser("readme", help="write the README's table and verdicts.json from the records")
     taking = commands.add_parser("accept", help="write records from a verdict and a self-test")
     taking.add_argument("verdict", help="of `verify-bridge FAMILY… --json`")
     taking.add_argument("self_test", help="of `verify-bridge self-test FAMILY… --json`")
@@ -241,14 +242,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = stale(root)
             print("\n".join(f"{name}: {why}" for name, why in found.items()) or "every record is current")
             return int(Exit.INCONCLUSIVE if found else Exit.PASS)
-        if args.command == "accept":
-            result = read_self_test(args.self_test)
-            names = accept(root, read_report(args.verdict), result.families, seed=result.seed)
-            print(f"accepted: {', '.join(names)}")
-        else:
-            readme, known = root / "README.md", records(root)
-            readme.write_text(with_table(readme.read_text(encoding="utf-8"), known), encoding="utf-8")
-            VERDICTS.write_text(summary(known), encoding="utf-8")
+        result = read_self_test(args.self_test)
+        names = accept(root, read_report(args.verdict), result.families, seed=result.seed)
+        print(f"accepted: {', '.join(names)}")
     except BestiaryError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code

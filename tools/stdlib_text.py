@@ -18,7 +18,10 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__
 
 
 class NoStandardLibrary(BestiaryError):
-    """A Python without the sources of its standard library."""
+    """A Python without the sources of its standard library.
+
+    Remedy: use a Python that was installed with the sources of its library.
+    """
 
 
 @dataclass(frozen=True)

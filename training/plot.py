@@ -49,11 +49,17 @@ main.curves { max-width: 1160px; }
 
 
 class NothingToPlot(BestiaryError):
-    """A run without figures, or a file type that is not drawn."""
+    """A run without figures, or a file type that is not drawn.
+
+    Remedy: name the folder of a run that took a step, and a file ending in .html or .png.
+    """
 
 
 class MatplotlibMissing(BestiaryError):
-    """PNG files need a package that is not installed."""
+    """PNG files need a package that is not installed.
+
+    Remedy: `pip install 'bestiary[plot]'`, or write an .html file.
+    """
 
 
 @dataclass(frozen=True)

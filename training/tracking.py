@@ -34,11 +34,17 @@ _IDS = "trackers.json"  # what a tracker calls this run, so that a resumed one g
 
 
 class TrackerMissing(BestiaryError):
-    """A tracker whose package is not installed, or whose name is unknown."""
+    """A tracker whose package is not installed, or whose name is unknown.
+
+    Remedy: install the extra of that name, or take it out of `tracking.to`.
+    """
 
 
 class MetricsDamaged(BestiaryError):
-    """A metrics.jsonl with a line that is no JSON object with a step."""
+    """A metrics.jsonl with a line that is no JSON object with a step.
+
+    Remedy: remove the line that the message names, or start under another `out`.
+    """
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,10 @@ TIMEOUT = 300
 
 
 class IsolationFailed(BestiaryError):
-    """The process without transformers' modelling files did not answer; its last lines are in the message."""
+    """The process without transformers' modelling files did not answer; its last lines are in the message.
+
+    Remedy: import nothing of transformers' modelling files from the bridge or the model.
+    """
 
     exit_code = 6
 

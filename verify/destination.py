@@ -13,7 +13,10 @@ STDOUT = "-"
 
 
 class BadDestination(BestiaryError):
-    """A place that a result cannot be written to."""
+    """A place that a result cannot be written to.
+
+    Remedy: give a path in a folder that exists and is writable.
+    """
 
 
 def check(destination: str) -> None:

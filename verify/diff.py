@@ -17,7 +17,10 @@ MAX_FINDINGS = 200
 
 
 class OtherGateVersion(BestiaryError):
-    """Two verdicts that were judged by other gates: "ok" does not mean the same in both."""
+    """Two verdicts that were judged by other gates: "ok" does not mean the same in both.
+
+    Remedy: verify both with the same version of bestiary.
+    """
 
 
 class _Strict(BaseModel):

@@ -43,7 +43,10 @@ SWITCHES = frozenset({"return_logits", "output_router_logits"})
 
 
 class BadFactory(BestiaryError):
-    """A `--ours` that cannot be imported, is not callable, or does not build a module of the contract."""
+    """A `--ours` that cannot be imported, is not callable, or does not build a module of the contract.
+
+    Remedy: give `package.module:factory`; the contract stands in `bestiary.verify.foreign`.
+    """
 
     exit_code = 7
 

@@ -29,7 +29,10 @@ ROUTER_MARGIN = 1e-5
 
 
 class GateError(BestiaryError):
-    """A `--tighten` that names no gate, is not a number, or would loosen one."""
+    """A `--tighten` that names no gate, is not a number, or would loosen one.
+
+    Remedy: name a gate of `verify/gates.py` and a smaller number.
+    """
 
 
 @dataclass(frozen=True)

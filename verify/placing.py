@@ -19,7 +19,10 @@ T = TypeVar("T")
 
 
 class NoDevice(BestiaryError):
-    """A `--device` that is not here, or on which the levels do not run."""
+    """A `--device` that is not here, or on which the levels do not run.
+
+    Remedy: `--device cpu`, or a device that `bestiary doctor` lists.
+    """
 
     exit_code = 7
 

@@ -18,7 +18,10 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class CorruptVerdict(BestiaryError):
-    """A file that is no result of `verify-bridge`: cut off, edited into a contradiction, or of another schema."""
+    """A file that is no result of `verify-bridge`: cut off, edited into a contradiction, or of another schema.
+
+    Remedy: write the file again: `verify-bridge … --json FILE`.
+    """
 
 
 def _read(path: str | Path, model: type[M], schema: str, remedy: str) -> M:

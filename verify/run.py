@@ -55,7 +55,10 @@ Explain = Callable[["Evidence"], list[Hypothesis]]
 
 
 class BadUsage(BestiaryError):
-    """Arguments that name nothing: a level, a pattern, a file."""
+    """Arguments that name nothing: a level, a pattern, a file.
+
+    Remedy: correct the option; `verify-bridge --help` has examples.
+    """
 
 
 @dataclass(frozen=True)

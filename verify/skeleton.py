@@ -84,13 +84,19 @@ KNOWN: Mapping[str, str] = {
 
 
 class NoReference(BestiaryError):
-    """A model_type without a causal language model in the installed transformers."""
+    """A model_type without a causal language model in the installed transformers.
+
+    Remedy: correct the model_type, or install a transformers that has it.
+    """
 
     exit_code = 4
 
 
 class NotTiny(BestiaryError):
-    """A reference class that cannot be built from the tiny config; the message holds its complaint."""
+    """A reference class that cannot be built from the tiny config; the message holds its complaint.
+
+    Remedy: give a small config.json with `--config FILE`.
+    """
 
     exit_code = 4
 

@@ -6,6 +6,7 @@ import pytest
 
 from bestiary.bridges import get_bridge, registered_bridges
 from bestiary.tools import families
+from bestiary.tools.catalogue import VERDICTS
 from bestiary.tools.families import NotAccepted, accept, records, stale, with_table
 from bestiary.verify.hashes import digest
 from bestiary.verify.self_test import FamilyResult, Kill
@@ -37,7 +38,7 @@ def test_the_readme_shows_the_records() -> None:
 
 def test_what_an_installed_package_knows_is_in_the_records() -> None:
     known = records(ROOT)
-    assert families.VERDICTS.read_text(encoding="utf-8") == families.summary(known), "make readme"
+    assert VERDICTS.read_text(encoding="utf-8") == families.summary(known), "make readme"
     assert all(record.verdict.made for record in known.values())
 
 

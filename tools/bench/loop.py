@@ -48,7 +48,10 @@ exit codes: 0 goals hold, 1 a goal is missed, 5 too noisy to tell, 7 usage or en
 
 
 class StepsDiffer(BestiaryError):
-    """The bare step and the loop did not compute the same."""
+    """The bare step and the loop did not compute the same.
+
+    Remedy: run it again; if it stays, the loop computes something else: report it.
+    """
 
 
 def cases(quick: bool, full: bool, folder: Path) -> list[compare.Case]:

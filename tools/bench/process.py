@@ -19,7 +19,10 @@ __all__ = ["WorkerFailed", "peak", "reset_peak", "resident", "run_worker", "sett
 
 
 class WorkerFailed(BestiaryError):
-    """A measuring process that did not end well; holds the end of its error output."""
+    """A measuring process that did not end well; holds the end of its error output.
+
+    Remedy: read the end of its output in the message; a peer may not be installed.
+    """
 
 
 def run_worker(

@@ -28,13 +28,19 @@ LAST_LINES = 3
 
 
 class PortFailed(BestiaryError):
-    """A port whose code ends the process that judges it."""
+    """A port whose code ends the process that judges it.
+
+    Remedy: see where it stops: `verify-bridge MODEL_TYPE`.
+    """
 
     exit_code = 2
 
 
 class KillListWrong(BestiaryError):
-    """A kill list that is not the list of planted bugs that concern the family; the remedy holds the right one."""
+    """A kill list that is not the list of planted bugs that concern the family; the remedy holds the right one.
+
+    Remedy: copy the list that the message holds into the bridge.
+    """
 
     exit_code = 5
 

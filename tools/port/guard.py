@@ -41,7 +41,10 @@ FORBIDDEN_ATTRIBUTES = frozenset({
 
 
 class Cheating(BestiaryError):
-    """A port that changed or reached what it may not; `findings` lists each."""
+    """A port that changed or reached what it may not; `findings` lists each.
+
+    Remedy: undo what the findings list; only the files that PORT.md names are the port's.
+    """
 
     exit_code = 6
 

@@ -24,15 +24,24 @@ GROUP = "bestiary.bridges"
 
 
 class NoPort(BestiaryError):
-    """A folder without a readable `port.json`."""
+    """A folder without a readable `port.json`.
+
+    Remedy: start one: `bestiary port new MODEL_TYPE --plugin DIR`.
+    """
 
 
 class PortExists(BestiaryError):
-    """`new` for a model_type that has a bridge, or into a folder that holds something."""
+    """`new` for a model_type that has a bridge, or into a folder that holds something.
+
+    Remedy: `bestiary port status`, or give another folder.
+    """
 
 
 class NoCheckout(BestiaryError):
-    """An in-tree port where bestiary is not a git checkout, or one with uncommitted changes."""
+    """An in-tree port where bestiary is not a git checkout, or one with uncommitted changes.
+
+    Remedy: commit what is open, or port into a package: `--plugin DIR`.
+    """
 
 
 @dataclass(frozen=True)

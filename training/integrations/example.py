@@ -22,7 +22,10 @@ IGNORED = -100
 
 
 class InvalidRow(BestiaryError):
-    """A line of the data file that is no row."""
+    """A line of the data file that is no row.
+
+    Remedy: correct the line; a row is an object with the fields that the script's `--help` names.
+    """
 
 
 def parser(about: str, *, command: str, data: str | None = None) -> argparse.ArgumentParser:

@@ -7,7 +7,10 @@ from bestiary.kernels.errors import BestiaryError
 
 
 class MissingLibrary(BestiaryError):
-    """The library of a trainer is not installed; the message has the command that installs it."""
+    """The library of a trainer is not installed; the message has the command that installs it.
+
+    Remedy: install the extra that the message names; `bestiary doctor` lists all.
+    """
 
 
 @contextmanager

@@ -28,7 +28,10 @@ _ABOVE = 1e-3  # log-probabilities above 0 by more than rounding are none
 
 
 class RecordsRefused(BestiaryError):
-    """A record that contradicts itself, or a file of them that is damaged or of another kind."""
+    """A record that contradicts itself, or a file of them that is damaged or of another kind.
+
+    Remedy: sample again; records are not repaired.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

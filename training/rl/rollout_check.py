@@ -25,19 +25,31 @@ BLAMED, BLAMED_TOKENS = 4, 64  # answers, and tokens of each, whose logits are c
 
 
 class StaleWeights(BestiaryError):
-    """An engine whose weights are not those of the policy, by its version or by what it says."""
+    """An engine whose weights are not those of the policy, by its version or by what it says.
+
+    Remedy: sync before sampling, or allow the lag in the run's file.
+    """
 
 
 class WrongTemperature(BestiaryError):
-    """Answers sampled at another temperature than the one that is trained at."""
+    """Answers sampled at another temperature than the one that is trained at.
+
+    Remedy: sample and train at one temperature.
+    """
 
 
 class Retokenised(BestiaryError):
-    """Answers whose ids are not those that were sampled."""
+    """Answers whose ids are not those that were sampled.
+
+    Remedy: hand the sampled ids on as they are; never decode and encode in between.
+    """
 
 
 class WrongConstraint(BestiaryError):
-    """Answers sampled among other tokens than those that the run allows."""
+    """Answers sampled among other tokens than those that the run allows.
+
+    Remedy: give rollouts and policy the same tokens to choose from.
+    """
 
 
 def check_rollouts(

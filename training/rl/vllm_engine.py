@@ -46,7 +46,10 @@ _SETTINGS = {
 
 
 class EngineFailed(BestiaryError):
-    """An answer that vLLM gave up, or gave in a form that nothing can be made of."""
+    """An answer that vLLM gave up, or gave in a form that nothing can be made of.
+
+    Remedy: read vLLM's own error in the message, and start the engine anew.
+    """
 
 
 class VllmEngine:

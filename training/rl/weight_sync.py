@@ -36,7 +36,10 @@ MEASURABLE = 4.0  # how many times the engine's own distance the policy must hav
 
 
 class SyncFailed(BestiaryError):
-    """Weights that did not arrive whole; the engine refuses to generate until they do."""
+    """Weights that did not arrive whole; the engine refuses to generate until they do.
+
+    Remedy: sync again; the engine serves no answer of a half-written policy.
+    """
 
 
 @dataclass(frozen=True, slots=True)

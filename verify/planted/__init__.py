@@ -53,7 +53,10 @@ CATALOGUE: tuple[PlantedBug, ...] = tuple(
 
 
 class BadCatalogue(BestiaryError):
-    """A module given to `--catalogue` that cannot be imported or holds no `BUGS`, or an id that exists already."""
+    """A module given to `--catalogue` that cannot be imported or holds no `BUGS`, or an id that exists already.
+
+    Remedy: give a module on PYTHONPATH with a list `BUGS` of new ids.
+    """
 
 
 def catalogue_with(modules: Iterable[str], head: HeadKind = HeadKind.LM) -> tuple[PlantedBug, ...]:
