@@ -225,12 +225,15 @@ class SpreadSampler:
     """A `roles.Sampler`, with `Restarts`, on the engines of a group: one of them gives all answers to a prompt.
 
     Args:
-        engine: all of them.   group: their processes.
-        players: a sampler for each engine (`RemoteEngine.alone`), in this process.
+        engine: all of them.
+        players: a sampler in this process for each engine (`RemoteEngine.alone`).
+        environments: that they play in, where those have processes: what `restart` starts again.
     """
 
-    def __init__(self, engine: RemoteEngine, group: Group, players: Sequence[Sampler]) -> None:
-        self.engine, self.group = engine, group
+    def __init__(
+        self, engine: RemoteEngine, players: Sequence[Sampler], environments: RemoteEnvironments | None = None
+    ) -> None:
+        self.engine, self.environments = engine, environments
         self._players = players
         self._ready: list[list[Trajectory]] = []
 
@@ -284,16 +287,17 @@ class SpreadSampler:
             player.resume()
 
     def restart(self) -> None:
-        """See `roles.Restarts`: new engines in place of dead ones; none of them has weights until a sync."""
-        if self.group.restart():
-            self.engine.members = self.group.members
-            self.engine.synced(None)
+        """See `roles.Restarts`: of the environments. Engines are restarted by themselves."""
+        if self.environments is not None:
+            self.environments.restart()
 
     def close(self) -> None:
-        """See `roles.Sampler`; ends the engines' processes."""
+        """See `roles.Sampler`; ends the processes of engines and environments."""
         for player in self._players:
             player.close()
-        self.group.close()
+        self.engine.close()
+        if self.environments is not None:
+            self.environments.close()
 
 
 def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from bestiary.training.errors import InvalidRun
 from bestiary.training.rl.buckets import BUCKET_BYTES, buckets
-from bestiary.training.rl.groups import Members
+from bestiary.training.rl.groups import Group, Members
 from bestiary.training.rl.rollout import Rollout, Sampling
 from bestiary.training.rl.rollout_check import StaleWeights
 from bestiary.training.rl.weight_sync import Answered, Shapes, SyncFailed
@@ -174,6 +175,42 @@ class RemoteEngine:
     def close(self) -> None:
         """Nothing here: whoever started the processes ends them."""
         self._version = None
+
+
+class RolloutGroup(RemoteEngine):
+    """The same where its processes were started, with `roles.Restarts`.
+
+    Args:
+        group: of `RolloutWorker`.
+    """
+
+    def __init__(self, group: Group, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__(group.members, group.described, bucket_bytes=bucket_bytes)
+        self.group = group
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Elsewhere it is an engine whose processes are another's to start."""
+        return _elsewhere, (self.members, self.facts, self.bucket_bytes, self._version, self.answered)
+
+    def restart(self) -> None:
+        """See `roles.Restarts`: new engines in place of dead ones; together they have no weights until a sync."""
+        if self.group.restart():
+            self.members = self.group.members
+            self.synced(None)
+
+    def close(self) -> None:
+        """End the processes."""
+        super().close()
+        self.group.close()
+
+
+def _elsewhere(
+    members: Members, facts: EngineFacts, bucket_bytes: int, version: int | None, answered: Answered | None
+) -> RemoteEngine:
+    made = RemoteEngine(members, [facts], bucket_bytes=bucket_bytes)
+    made.answered = answered
+    made.synced(version, answered)
+    return made
 
 
 class MemberEngine:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import pickle
 import signal
 import sys
 from dataclasses import replace
@@ -16,13 +17,13 @@ from bestiary.training.integrations.needs import MissingLibrary
 from bestiary.training.rl import groups, remote_engine
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.groups import Group, Pool
-from bestiary.training.rl.remote_engine import RemoteEngine
+from bestiary.training.rl.remote_engine import RolloutGroup
 from bestiary.training.rl.rollout import Sampling
 from bestiary.training.rl.standalone import StandaloneEngine
 from bestiary.training.rl.weight_sync import SyncFailed, sync
 from bestiary.training.rl.workers import RolloutWorker
 
-from .small_policy import PROMPTS, small, stored
+from .small_checkpoint import PROMPTS, small, stored
 
 SAMPLING = Sampling(max_tokens=6, temperature=1.3, stop_ids=(3, 40, 90), n=2, seed=4)
 
@@ -55,7 +56,7 @@ def rollouts(session, tmp_path_factory):
 
 @pytest.fixture
 def engine(rollouts):
-    return RemoteEngine(rollouts.members, rollouts.described, bucket_bytes=5000)
+    return RolloutGroup(rollouts, bucket_bytes=5000)
 
 
 def same(said, expected):
@@ -86,14 +87,16 @@ def test_spread_engines_answer_as_one_and_a_killed_one_is_replaced_alone(engine,
     with pytest.raises(RoleLost, match=r"process 1 of 2 of role rollout died") as caught:
         engine.generate(PROMPTS, SAMPLING)
     assert caught.value.role == "rollout"
-    assert rollouts.restart() == [1]
-    assert rollouts.restart() == []
+    engine.restart()
+    engine.restart()
     assert rollouts.generations == [1, 2]
     now = rollouts.call("ping")
     assert (now[0], now[1] != pids[1]) == (pids[0], True)
-    again = RemoteEngine(rollouts.members, rollouts.described)
-    sync(policy, again, 1)
-    same(again.generate(PROMPTS, SAMPLING, keys=keys), expected)
+    with pytest.raises(SyncFailed):
+        _ = engine.version
+    sync(policy, pickle.loads(pickle.dumps(engine)), 1)  # as from another process
+    engine.synced(1)
+    same(engine.generate(PROMPTS, SAMPLING, keys=keys), expected)
 
 
 def test_a_sync_that_breaks_off_half_way_leaves_no_engine_with_weights(engine, monkeypatch):

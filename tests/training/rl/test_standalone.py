@@ -14,7 +14,7 @@ from bestiary.training.rl.rollout_check import StaleWeights
 from bestiary.training.rl.standalone import StandaloneEngine
 from bestiary.training.rl.weight_sync import SyncFailed, sync
 
-from .small_policy import PROMPTS, small, stored
+from .small_checkpoint import PROMPTS, small, stored
 
 SAMPLING = Sampling(max_tokens=6, temperature=1.3, stop_ids=(3, 40, 90), n=2, seed=4)
 NORM = "model.norm.weight"
