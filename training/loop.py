@@ -103,6 +103,22 @@ class Saver(Protocol):
         """Whether one is written after this step."""
 
 
+@dataclass(frozen=True)
+class Update:
+    """What became of a step.
+
+    Attributes:
+        norm: of its gradients, before they were clipped.   lr: of it.
+        wrong: why it was not made; None: it was.
+        harmless: there was nothing to make it of, which is no divergence.
+    """
+
+    norm: float
+    lr: float
+    wrong: str | None = None
+    harmless: bool = False
+
+
 @dataclass
 class Trainer:
     """A run in one process; every process of a run has one and they step together.
@@ -176,7 +192,7 @@ class Trainer:
         taken = [batch for _, batch in zip(range(self.per_step), batches, strict=False)]
         if len(taken) < self.per_step:
             return False
-        self._prepare(taken)
+        self.prepare(taken)
         given = self.loader.given
         before, more = (self._slots, self._useful, self._labelled), self._more
         self._slots, self._useful, self._labelled = given.slots, given.useful_tokens, given.loss_tokens
@@ -198,33 +214,28 @@ class Trainer:
                 f"step {self.progress.step + 1} has no {self.recipe.unit} to train on.",
                 remedy="`bestiary data inspect` shows what is trained; more streams, or data with trained tokens",
             )
-        sums = self._backward(taken, units)
+        # Sharded and replicated gradients are means over the processes with different data.
+        sums = self.gradients(taken, self.data_parallel / units)
         values = {name: total / units for name, total in self.control.sums(sums).items()}
         values |= {name: counted[name] for name in given.more}
-        # Loss and norm are the same numbers in every process, so all of them decide alike.
-        norm = self._norm()
-        lr = schedule(self.optim, self.lr, self.progress.step, self.steps)
-        wrong = self._wrong(values["loss"], norm)
-        if wrong is None:
-            self.optimiser.set_lr(lr)
-            self.optimiser.step()
-        self.optimiser.zero_grad()
-        self._book(values["loss"], counted, time.perf_counter() - start, wrong)
-        self._report(values | {"grad_norm": norm, "lr": lr}, counted, start, self.loader.waits.total - waited)
+        made = self.update(values["loss"])
+        self.book(counted, time.perf_counter() - start, made, values["loss"])
+        self._report(values | {"grad_norm": made.norm, "lr": made.lr}, counted, start, self.loader.waits.total - waited)
         self._after(stop)
         return True
 
     _slots = _useful = _labelled = 0
     _more: Mapping[str, float] = field(default_factory=dict, init=False)
 
-    def _prepare(self, batches: Sequence[Batch]) -> None:
+    def prepare(self, batches: Sequence[Batch]) -> None:
+        """Let the recipe look at them, where it wants to."""
         if isinstance(self.recipe, Prepares):
             self.recipe.prepare(self.model, batches, self.control, self.data_rank, self.data_parallel)
 
-    def _backward(self, taken: Sequence[Batch], units: float) -> dict[str, float]:
-        """Gradients of a step; sums of this process."""
-        # Sharded and replicated gradients are means over the processes with different data.
-        scale = self.data_parallel / units
+    # ------------------------------------------------------------------ its parts, for loops of another kind
+
+    def gradients(self, taken: Sequence[Batch], scale: float) -> dict[str, float]:
+        """Add the gradients of some micro-batches, times `scale`, to those there are; sums of this process."""
         sums: dict[str, Tensor] = {}
         for place, batch in enumerate(taken):
             last = place + 1 == len(taken)
@@ -236,6 +247,21 @@ class Trainer:
             for name, value in {"loss": found.total.detach(), **found.metrics}.items():
                 sums[name] = sums[name] + value.double() if name in sums else value.double()
         return {name: float(value) for name, value in sums.items()}
+
+    def update(self, loss: float) -> Update:
+        """Clip, look at loss and norm, and move the weights unless something is wrong; gradients are gone afterwards.
+
+        Args:
+            loss: of the step, the same in every process; so is the norm, and all of them decide alike.
+        """
+        norm = self._norm()
+        lr = schedule(self.optim, self.lr, self.progress.step, self.steps)
+        wrong = self._wrong(loss, norm)
+        if wrong is None:
+            self.optimiser.set_lr(lr)
+            self.optimiser.step()
+        self.optimiser.zero_grad()
+        return Update(norm, lr, wrong)
 
     def _norm(self) -> float:
         if self.clip is not None:
@@ -255,22 +281,29 @@ class Trainer:
             return f"the loss {loss:.4g} is above {self.loop.spike:g} times the median {median(past):.4g}"
         return None
 
-    def _book(self, loss: float, counted: Mapping[str, float], seconds: float, wrong: str | None) -> None:
+    def book(self, counted: Mapping[str, float], seconds: float, made: Update, loss: float) -> None:
+        """Count a step.
+
+        Args:
+            counted: tokens, useful_tokens and loss_tokens of it, of all processes.
+        Raises:
+            Diverged: it was not made, under `on_nan: stop` or too often.
+        """
         progress = self.progress
         progress.step += 1
         progress.seconds += seconds
         for name in ("tokens", "useful_tokens", "loss_tokens"):
             setattr(progress, name, getattr(progress, name) + round(counted[name]))
-        if wrong is None:
+        if made.wrong is None:
             progress.in_a_row = 0
             progress.losses = [*progress.losses, loss][-_REMEMBERED:]
             return
         progress.skipped += 1
         progress.in_a_row += 1
-        if self.loop.on_nan == "stop" or progress.in_a_row > self.loop.max_skips:
+        if not made.harmless and (self.loop.on_nan == "stop" or progress.in_a_row > self.loop.max_skips):
             again = f", the {progress.in_a_row}th time in a row" if progress.in_a_row > 1 else ""
             raise Diverged(
-                f"step {progress.step}: {wrong}{again}. The weights are those before the step.",
+                f"step {progress.step}: {made.wrong}{again}. The weights are those before the step.",
                 remedy="a smaller optim.lr, a longer optim.warmup, a look at the data of this step; "
                 "loop.on_nan=skip leaves such steps out",
             )
@@ -343,7 +376,7 @@ class Trainer:
         rounds = -(-len(self.held_out) // self.data_parallel)
         places = [turn * self.data_parallel + self.data_rank for turn in range(rounds)]
         batches = [self.recipe.batch(self.held_out[min(place, len(self.held_out) - 1)]) for place in places]
-        self._prepare(batches)
+        self.prepare(batches)
         for place, batch in zip(places, batches, strict=True):
             counts = place < len(self.held_out)
             found = self.recipe.loss(self.model, batch)

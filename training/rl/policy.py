@@ -1,0 +1,359 @@
+"""The policy in this process: the loop's trainer, driven by primitives in place of a loader.
+
+With several processes every one has such a policy, given its part of the experiences; all of them are asked alike and
+at once, and what they tell of figures, units and names is of all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bestiary.models import Decoder
+from bestiary.models.lora import adapters_off
+from bestiary.training.checkpoint import Checkpoints
+from bestiary.training.data.loader import Slots, Waits
+from bestiary.training.data.packing import Pack
+from bestiary.training.data.tokenizer import BaseHFModelTokenizer
+from bestiary.training.errors import InvalidRun
+from bestiary.training.export import write_result
+from bestiary.training.loop import Trainer, Update
+from bestiary.training.optim import schedule
+from bestiary.training.recipes.base import Batch
+from bestiary.training.rl.embedded import Agree, EmbeddedEngine
+from bestiary.training.rl.mismatch import Parity, parity
+from bestiary.training.rl.packing import Column, pack, with_log_probs
+from bestiary.training.rl.records import Experience, Trajectory
+from bestiary.training.rl.rollout import Rollout, RolloutEngine, Sampling
+from bestiary.training.rl.rollout_check import FULL, HALF, StaleWeights, check_rollouts, computed_in
+from bestiary.training.rl.weight_sync import Synced, sync
+
+_COUNTS = ("tokens", "useful_tokens", "loss_tokens")
+
+
+@dataclass(frozen=True)
+class Room:
+    """How experiences are laid out for a forward pass.
+
+    Attributes:
+        pack_length: tokens of a row.   pad_id: fills its tail.
+        agree: a number of each process to the largest of all, for a model in parts; None: there is one process.
+    """
+
+    pack_length: int
+    pad_id: int
+    agree: Agree | None = None
+
+    def packs(self, experiences: Sequence[Experience]) -> int:
+        """How many rows every process makes of them, padding included."""
+        own = len(pack(experiences, self.pack_length, self.pad_id, at_least=0))
+        return own if self.agree is None else self.agree(own)
+
+    def log_probs(self, model: Decoder, experiences: Sequence[Experience], column: Column) -> list[Experience]:
+        """`packing.with_log_probs` under a model."""
+        most = 0 if self.agree is None else self.packs(experiences)
+        return with_log_probs(
+            model, experiences, column, pack_length=self.pack_length, pad_id=self.pad_id, at_least=most
+        )
+
+
+class Account:
+    """What resume points of a policy hold in the place of the data: it is a `Batches` of none.
+
+    Attributes:
+        controller: what it says of itself; None: nothing yet.
+        trained: names of prompts to the steps they were in.
+    """
+
+    def __init__(self) -> None:
+        self.controller: Mapping[str, Any] | None = None
+        self.trained: Counter[str] = Counter()
+        self.waits, self.given = Waits(), Slots()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def global_state(self) -> dict[str, Any]:
+        """JSON values, the same in every process."""
+        return {"controller": self.controller, "trained": dict(self.trained)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What `global_state` gave."""
+        self.controller, self.trained = state["controller"], Counter(state["trained"])
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class LocalPolicy:
+    """A `roles.Policy` on a model in this process, or on this process's part of one.
+
+    Gradients are sums until `optim_step` divides them by the units of all `forward_backward` since the last one, so how
+    experiences are divided over calls, packs and processes changes no step.
+
+    Args:
+        trainer: with a `recipes.base.Recipe` over packs of experiences (`PolicyGradient`); its loader is replaced.
+        room: of its packs.
+        account: of what was trained; its trainer's loader from here on.
+        saver: of resume points; None: there are none, and `save_state` does nothing.
+        make: a pack to a batch; None: the recipe's own.
+        tokenizer: that an export is written with; None: without.
+        rows: answers that `sample` writes together, at most.
+        tolerance, engine_dtype: of `check`, as `check_rollouts` has them.
+
+    Attributes:
+        version: steps made or skipped.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        room: Room,
+        *,
+        saver: Checkpoints | None = None,
+        make: Callable[[Pack], Batch] | None = None,
+        tokenizer: BaseHFModelTokenizer | None = None,
+        rows: int = 64,
+        tolerance: float | None = None,
+        engine_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.trainer, self.room, self.model = trainer, room, trainer.model
+        self._account = Account()
+        trainer.loader = self._account
+        self.model.train()
+        self._saver, self._make, self._tokenizer = saver, make or trainer.recipe.batch, tokenizer
+        self._own = EmbeddedEngine(self.model, rows=rows, agree=room.agree)
+        self._tolerance, self._engine_dtype = tolerance, engine_dtype
+        self.version = trainer.progress.step
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing since the last step."""
+        self._units, self._loss, self._seconds = 0.0, 0.0, 0.0
+        self._names: set[str] = set()
+        self._counted = dict.fromkeys(_COUNTS, 0.0)
+
+    # ------------------------------------------------------------------ training
+
+    def forward_backward(self, experiences: Sequence[Experience]) -> dict[str, float]:
+        """See `roles.Policy`; no figures where nothing is trained."""
+        start = time.perf_counter()
+        trainer, room = self.trainer, self.room
+        self._names |= {one.trajectory.prompt_id for one in experiences}
+        packs = pack(experiences, room.pack_length, room.pad_id, at_least=room.packs(experiences))
+        batches = [self._make(each) for each in packs]
+        trainer.prepare(batches)
+        counted = trainer.control.sums(
+            {
+                "units": sum(trainer.recipe.count(batch) for batch in batches),
+                "tokens": sum(len(each.input_ids) for each in packs),
+                "useful_tokens": sum(each.useful_tokens for each in packs),
+                "loss_tokens": sum(each.loss_tokens for each in packs),
+            }
+        )
+        units = counted.pop("units")
+        if not units:
+            return {}
+        sums = trainer.control.sums(trainer.gradients(batches, 1.0))
+        self._units += units
+        self._loss += sums["loss"]
+        for name, count in counted.items():
+            self._counted[name] += count
+        self._seconds += time.perf_counter() - start
+        return {name: total / units for name, total in sums.items()}
+
+    def optim_step(self) -> dict[str, float]:
+        """See `roles.Policy`. Without anything trained since the last step it is skipped, and counts.
+
+        Raises:
+            Diverged: also.
+            InvalidRun: more than `loop.max_skips` steps in a row were skipped for want of anything to train on.
+        """
+        start = time.perf_counter()
+        trainer, counted, units = self.trainer, self._counted, self._units
+        names, progress = set().union(*trainer.control.gathered(self._names)), trainer.progress
+        loss = self._loss / units if units else 0.0
+        if units:
+            # Sharded and replicated gradients are means over the processes with different data.
+            scale = trainer.data_parallel / units
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+            made = trainer.update(loss)
+        else:
+            trainer.optimiser.zero_grad()
+            rate = schedule(trainer.optim, trainer.lr, progress.step, trainer.steps)
+            made = Update(0.0, rate, f"no {trainer.recipe.unit} to train on", harmless=True)
+        seconds = self._seconds + time.perf_counter() - start
+        self._account.trained.update(names)
+        self._begin()
+        self.version += 1
+        trainer.book(counted, seconds, made, loss)
+        if made.harmless and progress.in_a_row > trainer.loop.max_skips:
+            raise InvalidRun(
+                f"{progress.in_a_row} steps in a row had nothing to train on: every group's rewards are equal, or all "
+                "answers are without a reward or masked.",
+                remedy="prompts that the policy answers now right, now wrong; a higher rollouts.temperature; "
+                "loop.max_skips says how many such steps are borne",
+            )
+        figures = {"loss": loss, "grad_norm": made.norm, "lr": made.lr, "skipped": float(progress.skipped), **counted}
+        if trainer.meter is not None and units:
+            counts = {name: round(counted[name]) for name in _COUNTS}
+            figures |= trainer.meter.read(seconds=seconds, data_wait_s=0.0, **counts)
+        return figures
+
+    def log_probs(self, experiences: Sequence[Experience], column: Column) -> list[Experience]:
+        """See `roles.Frozen`."""
+        return self.room.log_probs(self.model, experiences, column)
+
+    # ------------------------------------------------------------------ answers
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keys: Sequence[object] | None = None
+    ) -> list[Rollout]:
+        """See `roles.Policy`."""
+        self._own.version = self.version
+        return self._own.generate(prompts, sampling, keys=keys)
+
+    def sync(self, engine: RolloutEngine) -> Synced:
+        """See `roles.Policy`."""
+        return sync(self.model, engine, self.version, tolerance=self._tolerance)
+
+    def check(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """See `roles.Policy`.
+
+        Raises:
+            StaleWeights, WrongTemperature, Retokenised: of answers sampled by this version, see `check_rollouts`.
+        """
+        blank = [Experience.of(one) for one in trajectories]
+        found, current = Parity(), Parity()
+        for one in self.log_probs(blank, "old_log_probs"):
+            if one.old_log_probs is not None:
+                ours, theirs, where = (
+                    torch.from_numpy(values)
+                    for values in (one.old_log_probs, one.trajectory.rollout_log_probs, one.trajectory.sampled)
+                )
+                compared = parity(ours, theirs, where)
+                found += compared
+                current += compared if one.trajectory.version == self.version else Parity()
+        every = self.trainer.control.gathered((found, current))
+        found, current = sum((each for each, _ in every), Parity()), sum((each for _, each in every), Parity())
+        mean, bound = current.absolute / max(1, current.tokens), self._bound()
+        if mean > bound:
+            self._blame([one for one in trajectories if one.version == self.version])
+            raise StaleWeights(
+                f"log-probabilities of the engine and the policy differ by {mean:.2g} in the mean (at most {bound:g}).",
+                remedy="the engine has other weights than the policy: sync it",
+            )
+        return {f"rl/{name.replace('/', '_')}": value for name, value in found.figures().items()}
+
+    def _bound(self) -> float:
+        dtypes = [computed_in(self.model), *([self._engine_dtype] if self._engine_dtype else [])]
+        half = any(torch.finfo(dtype).bits < 32 for dtype in dtypes)
+        return (HALF if half else FULL) if self._tolerance is None else self._tolerance
+
+    def _blame(self, trajectories: Sequence[Trajectory]) -> None:
+        """Raises what is wrong with answers that are off, by its name."""
+        turns = [turn for one in trajectories for turn in turns_of(one)]
+        if turns:
+            prompts = [prompt for prompt, _ in turns]
+            rollouts = [
+                Rollout(place, answer.ids, answer.log_probs, answer.finish, answer.version)
+                for place, (_, answer) in enumerate(turns)
+            ]
+            asked = Sampling(max_tokens=1, temperature=trajectories[0].temperature)
+            check_rollouts(
+                self.model,
+                prompts,
+                rollouts,
+                asked,
+                tolerance=self._tolerance,
+                engine_dtype=self._engine_dtype,
+            )
+
+    # ------------------------------------------------------------------ resume points
+
+    def save_state(self, controller: Mapping[str, Any], *, wait: bool = False) -> None:
+        """See `roles.Policy`; between two steps.
+
+        Raises:
+            SaveFailed: this one, if waited for, or the one before could not be written.
+        """
+        self._account.controller = controller
+        if self._saver is not None:
+            self._saver.save(self.trainer)
+            if wait:
+                self._saver.finish()
+
+    def load_state(self) -> Mapping[str, Any] | None:
+        """See `roles.Policy`.
+
+        Raises:
+            CheckpointRefused: damaged, or of another run.
+        """
+        if self._saver is None:
+            return None
+        self._saver.join()
+        self.trainer.optimiser.zero_grad()
+        self._begin()
+        if self._saver.resume(self.trainer) is None:
+            return None
+        self.version = self.trainer.progress.step
+        return self._account.controller
+
+    def trained(self) -> dict[str, int]:
+        """See `roles.Policy`; skipped steps count, they use their prompts up."""
+        return dict(self._account.trained)
+
+    def export(self, folder: Path) -> None:
+        """See `roles.Policy`."""
+        control = self.trainer.control
+        if self._tokenizer is None:
+            self.model.save_pretrained(folder, overwrite=True)
+        else:
+            write_result(self.model, self._tokenizer, folder, first=control.first, overwrite=True)
+        control.wait()
+
+
+class LocalFrozen:
+    """A `roles.Frozen` in this process: a model of its own, or the policy without its adapters.
+
+    Args:
+        model: that computes.   room: of its packs.
+        without_adapters: as if its adapters weighed 0.
+    """
+
+    def __init__(self, model: Decoder, room: Room, *, without_adapters: bool = False) -> None:
+        self._model, self._room, self._without = model, room, without_adapters
+
+    def log_probs(self, experiences: Sequence[Experience], column: Column) -> list[Experience]:
+        """See `roles.Frozen`."""
+        with adapters_off(self._model) if self._without else nullcontext():
+            return self._room.log_probs(self._model, experiences, column)
+
+
+def turns_of(trajectory: Trajectory) -> list[tuple[list[int], Rollout]]:
+    """What was sampled in one go, and the ids before it, of every turn of a conversation."""
+    edges = np.diff(np.concatenate([[0], trajectory.sampled.astype(np.int8), [0]]))
+    starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+    return [
+        (
+            trajectory.ids[:start].tolist(),
+            Rollout(
+                0,
+                trajectory.ids[start:end],
+                trajectory.rollout_log_probs[start:end],
+                trajectory.finish,
+                trajectory.version,
+            ),
+        )
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+    ]
