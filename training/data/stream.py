@@ -100,7 +100,7 @@ class Stream:
 
     def _candidates(self, name: str, drawn: Drawn, draw: int, *, count: bool) -> list[Candidate]:
         source, counts = self._sources[name], self._counts[name]
-        parts = self._encoded(source, drawn)
+        parts = documents_of(source, drawn, self._plan.parts)
         if parts is None:
             counts["corrupt"] += count
             if counts["corrupt"] > source.max_corrupt:
@@ -115,32 +115,6 @@ class Stream:
         return [
             Candidate(draw, name, drawn.ordinal, drawn.cursor, piece, pieces) for piece, pieces in enumerate(fitting)
         ]
-
-    def _encoded(self, source: Source, drawn: Drawn) -> tuple[Tokens, ...] | None:
-        """The row's documents; None where it is corrupt and may be skipped."""
-        try:
-            encoded = source.encode(drawn.raw.decode())
-            parts = (encoded,) if isinstance(encoded, Tokens) else tuple(encoded)
-            for part in parts:
-                _check(part)
-        except (StorageFailed, InvalidPlan):
-            raise
-        except ROW_ERRORS as error:
-            if source.on_corrupt == "skip":
-                return None
-            why = error.what if isinstance(error, BestiaryError) else f"{type(error).__name__}: {error}"
-            raise CorruptRow(
-                f"source {source.name}: {why}",
-                read_from=drawn.where,
-                remedy="repair the row, or Source(on_corrupt='skip')",
-            ) from error
-        if len(parts) != self._plan.parts:
-            raise InvalidPlan(
-                f"source {source.name}: encode gave {len(parts)} documents, plan.parts = {self._plan.parts}.",
-                read_from=drawn.where,
-                remedy="2 for preference pairs, 1 for everything else",
-            )
-        return parts
 
     # ------------------------------------------------------------------ state
 
@@ -208,6 +182,39 @@ class Stream:
                 draw = next(iter(wanted.values()))
                 found += [c for c in self._candidates(name, drawn, draw, count=False) if c.piece in wanted]
         return found
+
+
+def documents_of(source: Source, drawn: Drawn, parts: int) -> tuple[Tokens, ...] | None:
+    """The documents of a row; None where it is corrupt and may be skipped.
+
+    Args:
+        parts: documents that a row becomes.
+    Raises:
+        CorruptRow: it may not.   InvalidPlan: another number of them.
+    """
+    try:
+        encoded = source.encode(drawn.raw.decode())
+        found = (encoded,) if isinstance(encoded, Tokens) else tuple(encoded)
+        for one in found:
+            _check(one)
+    except (StorageFailed, InvalidPlan):
+        raise
+    except ROW_ERRORS as error:
+        if source.on_corrupt == "skip":
+            return None
+        why = error.what if isinstance(error, BestiaryError) else f"{type(error).__name__}: {error}"
+        raise CorruptRow(
+            f"source {source.name}: {why}",
+            read_from=drawn.where,
+            remedy="repair the row, or Source(on_corrupt='skip')",
+        ) from error
+    if len(found) != parts:
+        raise InvalidPlan(
+            f"source {source.name}: encode gave {len(found)} documents, plan.parts = {parts}.",
+            read_from=drawn.where,
+            remedy="2 for preference pairs, 1 for everything else",
+        )
+    return found
 
 
 def _check(part: Tokens) -> None:

@@ -1,0 +1,476 @@
+"""When what happens in reinforcement learning: the stages of a round, how far sampling runs ahead, what follows a loss.
+
+A round takes the oldest prompts that wait, and passes on, stage by stage, records with the prompts' names and the
+versions of the weights that wrote them:
+
+    prompts → Sampler → trajectories → Scorer → rewards → Policy.check → experiences (old and reference
+    log-probabilities) → assess: advantages → forward_backward, optim_step → Policy.sync → the next round
+
+Prompts are trained in the order in which they were issued, so what a round trains on does not depend on who answered
+first. `staleness` rounds of prompts beyond the one that trains are sampled ahead; with 0 nothing is, and the run is a
+function of its file and its seeds. Answers older than that many rounds are an error.
+
+What is not in the policy's resume point never happened: it holds the data's state and every prompt issued and not yet
+trained, beside weights, generators and the names of the prompts trained. After the loss of the policy the run goes back
+to it; after that of any other role it goes on where it stood, since all that is asked is asked by name and version.
+
+The stages are methods of the roles, and a loop of one's own needs nothing else:
+
+    for step, prompts in enumerate(batches):                       # of roles.Prompt
+        policy.sync(sampler.engine)
+        sampler.put(prompts, Sampling(max_tokens=64, n=8, seed=1))
+        answers = scorer.score([one for group in sampler.take(len(prompts)) for one in group])
+        policy.check(answers)
+        found, figures = assess([Experience.of(one) for one in answers], algorithm)
+        print(figures["reward"], policy.forward_backward(found), policy.optim_step())
+        policy.save_state({"step": step})
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Protocol, TypeVar
+
+from bestiary.kernels.errors import BestiaryError
+from bestiary.training.control import Interruption
+from bestiary.training.errors import InvalidRun, Role, RoleLost
+from bestiary.training.loop import Log
+from bestiary.training.rl.algorithms import Algorithm
+from bestiary.training.rl.assess import Overlong, assess
+from bestiary.training.rl.ledger import Ledger
+from bestiary.training.rl.records import Experience, RecordsRefused, Trajectory, save
+from bestiary.training.rl.roles import Frozen, Policy, Prompt, Restarts, Sampler, Scorer
+from bestiary.training.rl.rollout import Sampling
+from bestiary.training.rl.rollout_check import StaleWeights
+from bestiary.training.rl.weight_sync import SyncFailed
+
+LOGGER = logging.getLogger(__name__)
+T = TypeVar("T")
+_SUMMED = frozenset({"tokens", "useful_tokens", "loss_tokens", "step_s"})
+_LAST = frozenset({"lr", "skipped"})
+
+
+class PromptSource(Protocol):
+    """Where prompts come from; `prompts.Prompts` reads them from the data pillar."""
+
+    def next(self, count: int) -> list[Prompt]:
+        """The next ones; fewer at the end of the data."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """What leads behind the last one given, as JSON values."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go to where a state was taken."""
+        ...
+
+
+class Callback(Protocol):
+    """What a component of `loop.callbacks` may have; each method may be missing."""
+
+    def on_step(self, controller: Controller, values: Mapping[str, float]) -> None:
+        """After every round, with what is logged of it."""
+
+    def on_end(self, controller: Controller) -> None:
+        """After the last round, before the last resume point."""
+
+
+@dataclass
+class Roles:
+    """Who works for the controller; where they live is no matter of his.
+
+    Attributes:
+        reference: None: the algorithm asks for none.
+        shares: the engine computes in the policy's process, so nothing is sampled while the policy works. Otherwise
+            sampling goes on, and pauses for a sync.
+    """
+
+    policy: Policy
+    sampler: Sampler
+    scorer: Scorer
+    reference: Frozen | None = None
+    shares: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """A run as numbers.
+
+    Attributes:
+        rounds: of the whole run.   prompts: of a round.   sampling: of its answers.
+        algorithm, weights, overlong: as `assess` takes them.
+        updates: optimiser steps that the prompts of a round are divided over.   passes: over the prompts of a round.
+        staleness: rounds that sampling may be ahead.
+        save_every: rounds; None: at the end.   keep: a folder for the experiences of every round; None: they go.
+        restarts: of one role in one round.
+    """
+
+    rounds: int
+    prompts: int
+    sampling: Sampling
+    algorithm: Algorithm
+    weights: Mapping[str, float] | None = None
+    overlong: Overlong | None = None
+    updates: int = 1
+    passes: int = 1
+    staleness: int = 0
+    save_every: int | None = None
+    keep: Path | None = None
+    restarts: int = 3
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of a round."""
+        return self.updates * self.passes
+
+
+@dataclass
+class Controller:
+    """The one that decides; a run is `fit`.
+
+    Args:
+        roles, prompts, rounds: who, on what, and how much.
+        log: of figures, by version; None: nowhere.   callbacks: as `Callback`.
+
+    Attributes:
+        round: rounds made.   ledger: prompts issued and not trained.
+        stopped: why the run ended before its last round.   interrupted: because it was told to.
+        resumed: version that it went on from, or None.   values: figures of the last round.
+    """
+
+    roles: Roles
+    prompts: PromptSource
+    rounds: Rounds
+    log: Log | None = None
+    callbacks: Sequence[Any] = ()
+    interruption: Interruption = field(default_factory=Interruption)
+    round: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+    stopped: str | None = None
+    interrupted: bool = False
+    resumed: int | None = None
+    values: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._seconds, self._begun = 0.0, time.monotonic()
+        self._answered: dict[str, list[Trajectory]] = {}
+        self._lost: Counter[Role] = Counter()
+        self._ready = self._paused = False
+        self._logged = -1
+        self._beginning = self._boundary = self._state()
+
+    def fit(self) -> None:
+        """Rounds until the end of the run, of the data, or a request to stop; then the last resume point.
+
+        Raises:
+            RoleLost: a role that cannot be restarted, or was too often.
+            Others: as the roles raise them. What was trained is in a resume point first, if it can be.
+        """
+        with self.interruption.listening():
+            try:
+                self._fit()
+            except BestiaryError as error:
+                self._rescue(error)
+                raise
+
+    def _fit(self) -> None:
+        ended = False
+        while not ended:
+            try:
+                if not self._ready:
+                    self._prepare()
+                if self.round < self.rounds.rounds and self.stopped is None:
+                    self._round()
+                else:
+                    ended = self._end()
+            except RoleLost as lost:
+                if lost.role != "policy":
+                    raise
+                LOGGER.warning("%s; going back to the newest resume point", lost.what)
+                self._restart(self.roles.policy, lost)
+                self._ready = False
+
+    def _end(self) -> bool:
+        if self.round == 0:
+            raise InvalidRun("the data has no prompts.", remedy="more data, or fewer that are left out")
+        self.ledger.check(self.roles.policy.trained())
+        self._call("on_end")
+        self.roles.policy.save_state(self._boundary, wait=True)
+        return True
+
+    # ------------------------------------------------------------------ where it stands
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "round": self.round,
+            "seconds": self._seconds + time.monotonic() - self._begun,
+            "prompts": self.prompts.state(),
+            "ledger": self.ledger.as_json(),
+        }
+
+    def _prepare(self) -> None:
+        """Go to the newest resume point, or to the run's beginning, and put the weights of there into the engine."""
+        policy, sampler = self.roles.policy, self.roles.sampler
+        found = policy.load_state()
+        state = self._boundary = self._beginning if found is None else found
+        self.round, self._seconds, self._begun = state["round"], state["seconds"], time.monotonic()
+        self.prompts.load_state(state["prompts"])
+        self.ledger = Ledger.from_json(state["ledger"])
+        self.ledger.check(policy.trained())
+        if self._logged < 0:
+            self._logged, self.resumed = policy.version, None if found is None else policy.version
+        self._answered.clear()
+        sampler.pause()
+        self._paused = True
+        self._sync()
+        self._resume()
+        # What was in flight was asked of weights that are gone.
+        while sampler.in_flight:
+            self._asked(lambda: sampler.take(len(sampler.in_flight)))
+        self._ready = True
+
+    def _rescue(self, error: BestiaryError) -> None:
+        """A resume point of where the last round ended, unless the weights have moved since, or are lost."""
+        policy = self.roles.policy
+        try:
+            if self._ready and self.round and policy.version == self.round * self.rounds.steps:
+                policy.save_state(self._boundary, wait=True)
+        except BestiaryError as second:
+            LOGGER.warning("no resume point after %s: %s", type(error).__name__, second.what)
+
+    # ------------------------------------------------------------------ a round
+
+    def _round(self) -> None:
+        """One round, from prompts to synced weights; without any prompt left the run stops."""
+        plan, policy, times, start = self.rounds, self.roles.policy, dict[str, float](), time.monotonic()
+        with _timed(times, "rl/rollout_s"):
+            trajectories = self._collect()
+        if not trajectories:
+            self.stopped = "the data is over"
+            return
+        figures = self._ages(trajectories)
+        with _timed(times, "rl/score_s"):
+            scored = self._asked(lambda: self.roles.scorer.score(trajectories))
+            figures |= {f"rl/{name}": value for name, value in self.roles.scorer.figures().items()}
+        with self._still(self.roles.shares), _timed(times, "rl/train_s"):
+            checked = policy.check(scored)
+            experiences, told = self._assessed(scored)
+            figures |= {f"rl/{name}": value for name, value in told.items()}
+            if plan.keep is not None:
+                plan.keep.mkdir(parents=True, exist_ok=True)
+                save(plan.keep / f"round-{self.round:08d}.safetensors", experiences)
+            figures |= self._train(experiences) | checked
+        with self._still(True), _timed(times, "rl/sync_s"):
+            figures["rl/sync_mismatch"] = self._sync()
+        self._book(trajectories, figures | times | {"rl/round_s": time.monotonic() - start})
+
+    def _collect(self) -> list[Trajectory]:
+        """Whole groups of the oldest prompts, in the order in which these were issued."""
+        plan, sampler = self.rounds, self.roles.sampler
+        ahead = min((plan.staleness + 1) * plan.prompts - len(self.ledger.waiting), self._left())
+        if ahead > 0:
+            self.ledger.issue(self.prompts.next(ahead))
+        names = self.ledger.oldest(plan.prompts)
+        self._put()
+        while any(name not in self._answered for name in names):
+            for group in self._asked(lambda: sampler.take(1)):
+                name = group[0].prompt_id
+                if len(group) != plan.sampling.n:
+                    raise RecordsRefused(
+                        f"the group of prompt {name} has {len(group)} answers.",
+                        remedy=f"whole groups of {plan.sampling.n}",
+                    )
+                if name in self.ledger.waiting:
+                    self._answered[name] = group
+            self._put()
+        return [one for name in names for one in self._answered[name]]
+
+    def _left(self) -> int:
+        """Prompts that the run has yet to issue."""
+        return self.rounds.rounds * self.rounds.prompts - self.ledger.issued
+
+    def _put(self) -> None:
+        """Have everything sampled that waits and is neither answered nor in flight."""
+        known = {*self._answered, *self.roles.sampler.in_flight}
+        missing = [one for name, one in self.ledger.waiting.items() if name not in known]
+        if missing:
+            self._asked(lambda: self.roles.sampler.put(missing, self.rounds.sampling))
+
+    def _ages(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """How many optimiser steps behind the policy answers are.
+
+        Raises:
+            StaleWeights: more than the run allows.
+        """
+        plan, version = self.rounds, self.roles.policy.version
+        told = [one for one in trajectories if one.sampled.any()]  # else no weights wrote anything
+        ages = [version - one.version for one in told] or [0]
+        wrong = next(
+            (one for one, age in zip(told, ages, strict=False) if not 0 <= age <= plan.staleness * plan.steps), None
+        )
+        if wrong is not None:
+            raise StaleWeights(
+                f"{wrong.name} is of version {wrong.version}, the policy at {version}; allowed are {plan.staleness} "
+                f"rounds of {plan.steps} steps.",
+                remedy="sync the engine after every round; a larger staleness",
+            )
+        return {"rl/staleness_max": float(max(ages)), "rl/staleness_mean": fmean(ages)}
+
+    def _assessed(self, scored: Sequence[Trajectory]) -> tuple[list[Experience], dict[str, float]]:
+        """Experiences with all that the loss reads."""
+        plan, roles = self.rounds, self.roles
+        experiences = [Experience.of(one) for one in scored]
+        if plan.steps > 1:
+            experiences = roles.policy.log_probs(experiences, "old_log_probs")
+        reference = roles.reference
+        if reference is not None:
+            given = experiences
+            experiences = self._asked(lambda: reference.log_probs(given, "reference_log_probs"))
+        return assess(experiences, plan.algorithm, weights=plan.weights, overlong=plan.overlong)
+
+    def _train(self, experiences: Sequence[Experience]) -> dict[str, float]:
+        """All optimiser steps of the round; figures of them together."""
+        plan, policy = self.rounds, self.roles.policy
+        rows: list[dict[str, float]] = []
+        for _ in range(plan.passes):
+            for part in _parts(experiences, plan.updates):
+                told = policy.forward_backward(part)
+                losses = {f"rl/{name}": value for name, value in told.items() if name != "loss"}
+                rows.append({**losses, **policy.optim_step()})
+        names = {name for row in rows for name in row}
+        columns = {name: [row[name] for row in rows if name in row] for name in sorted(names)}
+        return {
+            name: values[-1] if name in _LAST else sum(values) if name in _SUMMED else fmean(values)
+            for name, values in columns.items()
+        }
+
+    def _book(self, trajectories: Sequence[Trajectory], figures: dict[str, float]) -> None:
+        """The round is over: close its prompts, tell, and write a resume point where one is due."""
+        policy = self.roles.policy
+        names = dict.fromkeys(one.prompt_id for one in trajectories)
+        self.ledger.close(names)
+        for name in names:
+            del self._answered[name]
+        self.round += 1
+        self._lost.clear()
+        state = self._boundary = self._state()
+        more = {"rl/prompts": float(len(names)), "rl/answers": float(len(trajectories))}
+        self.values = figures | more | {"time": state["seconds"]}
+        if policy.version > self._logged:
+            self._logged = policy.version
+            if self.log is not None:
+                self.log.log(policy.version, self.values)
+        self._call("on_step", self.values)
+        if self.interruption.by is not None:
+            self.stopped, self.interrupted = self.interruption.by, True
+        every = self.rounds.save_every
+        if every is not None and self.round % every == 0 and self.round < self.rounds.rounds:
+            policy.save_state(state)
+
+    # ------------------------------------------------------------------ roles
+
+    def _sync(self) -> float:
+        """Weights of the policy in the engine; one that failed half way is tried once more."""
+        for last in (False, True):
+            try:
+                done = self._asked(lambda: self.roles.policy.sync(self.roles.sampler.engine), syncs=False)
+            except SyncFailed as error:
+                if last:
+                    raise
+                LOGGER.warning("%s; trying once more", error.what)
+            else:
+                return done.parity.absolute / max(1, done.parity.tokens)
+        raise AssertionError("a sync returns or raises")
+
+    @contextmanager
+    def _still(self, wanted: bool) -> Iterator[None]:
+        """Inside, nothing is sampled; not taken back after an error, which ends the round."""
+        if wanted:
+            self.roles.sampler.pause()
+            self._paused = True
+        yield
+        if wanted:
+            self._resume()
+
+    def _resume(self) -> None:
+        self._paused = False
+        self.roles.sampler.resume()
+
+    def _asked(self, ask: Callable[[], T], *, syncs: bool = True) -> T:
+        """What a role answers, restarted and asked again where its process died.
+
+        Args:
+            syncs: give an engine that was restarted its weights before it is asked again.
+        """
+        while True:
+            try:
+                return ask()
+            except RoleLost as lost:
+                if lost.role == "policy":
+                    raise
+                LOGGER.warning("%s; restarting the %s", lost.what, lost.role)
+                self._restart(self._of(lost.role), lost)
+                if lost.role == "rollout" and syncs:
+                    self._sync()
+                if not self._paused:
+                    self._resume()
+
+    def _of(self, role: Role) -> object:
+        roles = self.roles
+        found: Mapping[Role, object] = {
+            "policy": roles.policy,
+            "rollout": roles.sampler.engine,
+            "environment": roles.sampler,
+            "reward": roles.scorer,
+            "reference": roles.reference,
+        }
+        return found.get(role)
+
+    def _restart(self, role: object, lost: RoleLost) -> None:
+        """New processes in place of those that died.
+
+        Raises:
+            RoleLost: as given, where there is no way to, or it was done too often in this round.
+        """
+        self._lost[lost.role] += 1
+        if self._lost[lost.role] > self.rounds.restarts:
+            raise RoleLost(
+                f"the {lost.role} died {self._lost[lost.role]} times in round {self.round}: {lost.what}",
+                role=lost.role,
+                remedy=lost.remedy or "its own log says why; the same command goes on from the newest resume point",
+            ) from lost
+        if isinstance(role, Restarts):
+            role.restart()
+        elif lost.role != "environment":  # which the sampler begins again by itself
+            raise lost
+
+    def _call(self, name: str, *values: Any) -> None:
+        for callback in self.callbacks:
+            if hasattr(callback, name):
+                getattr(callback, name)(self, *values)
+
+
+def _parts(experiences: Sequence[Experience], count: int) -> list[list[Experience]]:
+    """Groups in their order, divided over `count` steps as evenly as they can be."""
+    groups: dict[str, list[Experience]] = {}
+    for one in experiences:
+        groups.setdefault(one.trajectory.group_id, []).append(one)
+    every = [*groups.values()]
+    cuts = [len(every) * place // count for place in range(count + 1)]
+    return [[one for group in every[start:end] for one in group] for start, end in pairwise(cuts)]
+
+
+@contextmanager
+def _timed(times: dict[str, float], name: str) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    times[name] = time.monotonic() - start
