@@ -12,7 +12,10 @@ from bestiary.training.rl.roles import Prompt
 
 
 class LedgerBroken(BestiaryError):
-    """A prompt that would be trained twice, or was trained without having been issued."""
+    """A prompt that would be trained twice, or was trained without having been issued.
+
+    Remedy: resume policy and controller from one resume point; give every prompt of a run a name of its own.
+    """
 
 
 @dataclass

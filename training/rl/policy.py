@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ from bestiary.training.rl.embedded import Agree, EmbeddedEngine
 from bestiary.training.rl.mismatch import Parity, parity
 from bestiary.training.rl.packing import Column, pack, with_log_probs
 from bestiary.training.rl.records import Experience, Trajectory
-from bestiary.training.rl.rollout import Rollout, RolloutEngine, Sampling
-from bestiary.training.rl.rollout_check import FULL, HALF, StaleWeights, check_rollouts, computed_in
+from bestiary.training.rl.rollout import Constraint, Rollout, RolloutEngine, Sampling
+from bestiary.training.rl.rollout_check import FULL, HALF, StaleWeights, check_allowed, check_rollouts, computed_in
 from bestiary.training.rl.weight_sync import Synced, sync
 
 _COUNTS = ("tokens", "useful_tokens", "loss_tokens")
@@ -102,12 +102,11 @@ class LocalPolicy:
     Args:
         trainer: with a `recipes.base.Recipe` over packs of experiences (`PolicyGradient`); its loader is replaced.
         room: of its packs.
-        account: of what was trained; its trainer's loader from here on.
         saver: of resume points; None: there are none, and `save_state` does nothing.
         make: a pack to a batch; None: the recipe's own.
         tokenizer: that an export is written with; None: without.
         rows: answers that `sample` writes together, at most.
-        tolerance, engine_dtype: of `check`, as `check_rollouts` has them.
+        tolerance, engine_dtype, constraint: of `check`, as `check_rollouts` and `Sampling` have them.
 
     Attributes:
         version: steps made or skipped.
@@ -124,6 +123,7 @@ class LocalPolicy:
         rows: int = 64,
         tolerance: float | None = None,
         engine_dtype: torch.dtype | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         self.trainer, self.room, self.model = trainer, room, trainer.model
         self._account = Account()
@@ -131,7 +131,7 @@ class LocalPolicy:
         self.model.train()
         self._saver, self._make, self._tokenizer = saver, make or trainer.recipe.batch, tokenizer
         self._own = EmbeddedEngine(self.model, rows=rows, agree=room.agree)
-        self._tolerance, self._engine_dtype = tolerance, engine_dtype
+        self._tolerance, self._engine_dtype, self._constraint = tolerance, engine_dtype, constraint
         self.version = trainer.progress.step
         self._begin()
 
@@ -232,7 +232,11 @@ class LocalPolicy:
 
         Raises:
             StaleWeights, WrongTemperature, Retokenised: of answers sampled by this version, see `check_rollouts`.
+            WrongConstraint: of any.
         """
+        for place, one in enumerate(trajectories):
+            for _, turn in turns_of(one):
+                check_allowed(place, turn, self._constraint)
         blank = [Experience.of(one) for one in trajectories]
         found, current = Parity(), Parity()
         for one in self.log_probs(blank, "old_log_probs"):
@@ -265,18 +269,11 @@ class LocalPolicy:
         turns = [turn for one in trajectories for turn in turns_of(one)]
         if turns:
             prompts = [prompt for prompt, _ in turns]
-            rollouts = [
-                Rollout(place, answer.ids, answer.log_probs, answer.finish, answer.version)
-                for place, (_, answer) in enumerate(turns)
-            ]
-            asked = Sampling(max_tokens=1, temperature=trajectories[0].temperature)
+            rollouts = [replace(answer, prompt=place) for place, (_, answer) in enumerate(turns)]
+            temperature = trajectories[0].temperature
+            asked = Sampling(max_tokens=1, temperature=temperature, constraint=self._constraint)
             check_rollouts(
-                self.model,
-                prompts,
-                rollouts,
-                asked,
-                tolerance=self._tolerance,
-                engine_dtype=self._engine_dtype,
+                self.model, prompts, rollouts, asked, tolerance=self._tolerance, engine_dtype=self._engine_dtype
             )
 
     # ------------------------------------------------------------------ resume points
@@ -353,6 +350,7 @@ def turns_of(trajectory: Trajectory) -> list[tuple[list[int], Rollout]]:
                 trajectory.rollout_log_probs[start:end],
                 trajectory.finish,
                 trajectory.version,
+                None if trajectory.allowed is None else trajectory.allowed[start:end],
             ),
         )
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True)

@@ -103,7 +103,7 @@ def compared(
             raise Retokenised(
                 f"answer {place} has {len(one.ids)} tokens and {len(one.log_probs)} log-probabilities.", remedy=_RETOKEN
             )
-        _check_allowed(place, one, sampling.constraint)
+        check_allowed(place, one, sampling.constraint)
     policy, computed = _log_probs(decoder, prompts, rollouts, sampling.temperature)
     half = any(torch.finfo(dtype).bits < 32 for dtype in (computed, engine_dtype) if dtype is not None)
     bound = (HALF if half else FULL) if tolerance is None else tolerance
@@ -173,7 +173,14 @@ def _blame_tokens(apart: Sequence[Tensor], bound: float) -> None:
         )
 
 
-def _check_allowed(place: int, one: Rollout, constraint: Constraint | None) -> None:
+def check_allowed(place: int, one: Rollout, constraint: Constraint | None) -> None:
+    """Refuse an answer that was sampled among other ids than a constraint allows.
+
+    Args:
+        place: of the answer, for the error.   constraint: of training; None: there is none.
+    Raises:
+        WrongConstraint, Retokenised: see `check_rollouts`.
+    """
     if one.allowed is None or constraint is None:
         if one.allowed is not None or constraint is not None:
             engine, run = ("freely", "under a constraint") if one.allowed is None else ("under one", "without one")
