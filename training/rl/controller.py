@@ -166,7 +166,8 @@ class Controller:
         self._lost: Counter[Role] = Counter()
         self._ready = self._paused = False
         self._logged = -1
-        self._beginning = self._boundary = self._state()
+        self._beginning: Mapping[str, Any] = self._state()
+        self._boundary: Mapping[str, Any] = self._beginning
 
     def fit(self) -> None:
         """Rounds until the end of the run, of the data, or a request to stop; then the last resume point.
@@ -221,7 +222,8 @@ class Controller:
         """Go to the newest resume point, or to the run's beginning, and put the weights of there into the engine."""
         policy, sampler = self.roles.policy, self.roles.sampler
         found = policy.load_state()
-        state = self._boundary = self._beginning if found is None else found
+        state: Mapping[str, Any] = self._beginning if found is None else found
+        self._boundary = state
         self.round, self._seconds, self._begun = state["round"], state["seconds"], time.monotonic()
         self.prompts.load_state(state["prompts"])
         self.ledger = Ledger.from_json(state["ledger"])
@@ -262,7 +264,7 @@ class Controller:
             scored = self._asked(lambda: self.roles.scorer.score(trajectories))
             figures |= {f"rl/{name}": value for name, value in self.roles.scorer.figures().items()}
         with self._still(self.roles.shares), _timed(times, "rl/train_s"):
-            checked = policy.check(scored)
+            checked = dict(policy.check(scored))
             experiences, told = self._assessed(scored)
             figures |= {f"rl/{name}": value for name, value in told.items()}
             if plan.keep is not None:

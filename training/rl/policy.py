@@ -234,8 +234,8 @@ class LocalPolicy:
             StaleWeights, WrongTemperature, Retokenised: of answers sampled by this version, see `check_rollouts`.
             WrongConstraint: of any.
         """
-        for place, one in enumerate(trajectories):
-            for _, turn in turns_of(one):
+        for place, given in enumerate(trajectories):
+            for _, turn in turns_of(given):
                 check_allowed(place, turn, self._constraint)
         blank = [Experience.of(one) for one in trajectories]
         found, current = Parity(), Parity()
