@@ -187,7 +187,7 @@ def merge(adapter: Path, target: Path) -> Path:
     from bestiary.models import AutoDecoder
 
     AutoDecoder.from_pretrained(adapter, dtype=torch.float32).save_pretrained(target, merge=True, overwrite=True)
-    AutoTokenizer.from_pretrained(adapter).save_pretrained(target)
+    AutoTokenizer.from_pretrained(adapter, trust_remote_code=False).save_pretrained(target)
     return target
 
 

@@ -6,8 +6,9 @@
         rank-00000.json        random number generators of each process
         manifest.json          size and sha256 of every other file, written last
 
-torch's `.metadata` is a pickle: it is read only after its hash agrees with the manifest. Frozen weights are not stored;
-a checksum says whether the base is still the same.
+torch's `.metadata` is a pickle: it is read only after its hash agrees with the manifest, and then by a reader that
+knows torch's own classes alone (`checkpoint_reader`). Frozen weights are not stored; a checksum says whether the base
+is still the same.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from bestiary.models import Decoder
 from bestiary.models.sharding import kept
+from bestiary.training.checkpoint_reader import ResumePointReader
 from bestiary.training.config import CheckpointSection
 from bestiary.training.errors import CheckpointRefused, SaveFailed
 from bestiary.training.loop import Progress, Trainer
@@ -263,7 +265,7 @@ def read_tensors(place: Path, model: Decoder, optimiser: Optimisers | None) -> N
         CheckpointRefused: names or shapes differ.
     """
     wanted = _tensors(model, optimiser)
-    reader = FileSystemReader(place)
+    reader = ResumePointReader(place)
     known = reader.read_metadata().state_dict_metadata
     for name, tensor in wanted.items():
         stored = known.get(name)

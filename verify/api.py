@@ -182,5 +182,5 @@ def _token_ids(
         return None
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(source, revision=revision or "main")
+    tokenizer = AutoTokenizer.from_pretrained(source, revision=revision or "main", trust_remote_code=False)
     return list(tokenizer(Path(text).read_text(encoding="utf-8"))["input_ids"])

@@ -17,6 +17,7 @@ from bestiary.models import Decoder, LoRAConfig
 from bestiary.models.config import MLA, QKNorm, QKNormSpan, Router, RouterKind, SharedExpert
 from bestiary.models.recomputation import Checkpointing, Part
 from bestiary.models.sharding import whole
+from bestiary.training.checkpoint_reader import ResumePointReader
 from bestiary.training.config import OptimSection
 from bestiary.training.errors import ParallelRefused
 from bestiary.training.optim import Optimisers
@@ -199,7 +200,7 @@ def saved_uneven(folder: Path) -> str:
     optimiser.step()
     tensors = {f"{at}.{name}": value for at, own in enumerate(optimiser.state.values()) for name, value in own.items()}
     checkpoint.save(tensors, checkpoint_id=folder)
-    return " ".join(sorted(checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata))
+    return " ".join(sorted(ResumePointReader(folder).read_metadata().state_dict_metadata))
 
 
 def refusals() -> dict[str, str]:

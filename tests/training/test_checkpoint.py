@@ -11,6 +11,7 @@ import torch
 
 from bestiary.training import checkpoint as checkpoints
 from bestiary.training.checkpoint import MANIFEST, STATE, frozen_checksums, saved_steps
+from bestiary.training.checkpoint_reader import ResumePointReader
 from bestiary.training.config import CheckpointSection, OptimSection
 from bestiary.training.data.errors import StateMismatch
 from bestiary.training.errors import CheckpointRefused, SaveFailed
@@ -83,7 +84,7 @@ def resumed(file, run, **changes):
 def test_only_what_trains_is_stored(run, file):
     made, _ = resumed(file, run)
     trained = {name for name, parameter in made.model.named_parameters() if parameter.requires_grad}
-    stored = checkpoints.FileSystemReader(run / "step-00000004").read_metadata().state_dict_metadata
+    stored = ResumePointReader(run / "step-00000004").read_metadata().state_dict_metadata
     assert {name.removeprefix("model.") for name in stored if name.startswith("model.")} == trained
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bestiary.training.data.errors import InvalidPlan
+from bestiary.training.data.errors import InvalidPlan, StorageFailed
 from bestiary.training.data.formats import Place, RawRow
 from bestiary.training.data.storage import FileEntry
 
@@ -35,7 +35,19 @@ class HubRows:
         return tuple(FileEntry(f"{self.path}[{self.split}] shard {index}", 0, identity) for index in range(shards))
 
     def open(self, shard: FileEntry, start: Place) -> Iterator[RawRow]:
-        """The rows of one shard from a row on."""
+        """The rows of one shard from a row on.
+
+        Raises:
+            StorageFailed: `datasets` does not read it, a format made of pickles for one.
+        """
+        try:
+            yield from self._rows(shard, start)
+        except ValueError as error:
+            raise StorageFailed(
+                f"{shard.path}: {error}", read_from=self.path, remedy="parquet, arrow, JSON or another format of data"
+            ) from error
+
+    def _rows(self, shard: FileEntry, start: Place) -> Iterator[RawRow]:
         stream = self._stream()
         index = int(shard.path.rpartition(" ")[2])
         part = stream.shard(num_shards=stream.num_shards, index=index).skip(start.row)

@@ -106,9 +106,19 @@ class BaseHFModelTokenizer:
             options: as the constructor's.
 
         Raises:
-            FingerprintChanged: says what changed. Errors as the constructor's.
+            FingerprintChanged: says what changed.   TokenizerRefused: it is code. Errors as the constructor's.
         """
-        made = cls(AutoTokenizer.from_pretrained(str(src), revision=revision), source=str(src), **options)
+        try:
+            found = AutoTokenizer.from_pretrained(str(src), revision=revision, trust_remote_code=False)
+        except ValueError as error:
+            if "custom code" not in str(error):
+                raise
+            raise TokenizerRefused(
+                f"{src}: this tokenizer is code that comes with the checkpoint, which is not run.",
+                read_from=str(src),
+                remedy="a tokenizer that transformers knows: save it once as tokenizer.json where you trust that code",
+            ) from error
+        made = cls(found, source=str(src), **options)
         if fingerprint is not None:
             made.fingerprint.require(fingerprint, str(src))
         return made

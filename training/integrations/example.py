@@ -106,7 +106,7 @@ def read_rows(file: Path, src: str) -> list[Row]:
     tokenizer = None
     for number, row in json_lines(file):
         if "text" in row:
-            tokenizer = tokenizer or AutoTokenizer.from_pretrained(src)
+            tokenizer = tokenizer or AutoTokenizer.from_pretrained(src, trust_remote_code=False)
             row = {"input_ids": tokenizer(row["text"])["input_ids"]}
         if len(row.get("input_ids", ())) < 2:
             raise InvalidRow(

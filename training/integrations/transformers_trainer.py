@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         args=TrainingArguments(**settings(given)),
         train_dataset=read_rows(given.data, given.model),
         data_collator=collate,
-        processing_class=AutoTokenizer.from_pretrained(given.model),
+        processing_class=AutoTokenizer.from_pretrained(given.model, trust_remote_code=False),
     )
     return finish(trainer, given)
 

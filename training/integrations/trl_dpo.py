@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         model=load(given.model, given.lora),
         args=DPOConfig(**settings(given), max_length=given.max_length, beta=given.beta),
         train_dataset=dataset(given.data),
-        processing_class=AutoTokenizer.from_pretrained(given.model),
+        processing_class=AutoTokenizer.from_pretrained(given.model, trust_remote_code=False),
     )
     return finish(trainer, given)
 

@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         reward_funcs=reward_of(given.reward),
         args=config,
         train_dataset=dataset(given.data),
-        processing_class=AutoTokenizer.from_pretrained(given.model, padding_side="left"),
+        processing_class=AutoTokenizer.from_pretrained(given.model, padding_side="left", trust_remote_code=False),
     )
     return finish(trainer, given)
 

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         model=AutoDecoder.from_pretrained(given.model, dtype=torch.float32, lora=adapters(given.lora), head="score"),
         args=RewardConfig(**settings(given), max_length=given.max_length, seed=given.seed),
         train_dataset=dataset(given.data),
-        processing_class=AutoTokenizer.from_pretrained(given.model),
+        processing_class=AutoTokenizer.from_pretrained(given.model, trust_remote_code=False),
     )
     return finish(trainer, given)
 

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         model=load(given.model, given.lora),
         args=SFTConfig(**settings(given), max_length=given.max_length, packing=given.packing),
         train_dataset=dataset(given.data),
-        processing_class=AutoTokenizer.from_pretrained(given.model),
+        processing_class=AutoTokenizer.from_pretrained(given.model, trust_remote_code=False),
     )
     return finish(trainer, given)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from itertools import pairwise
@@ -93,9 +94,18 @@ class Stored:
 
     @classmethod
     def load(cls, file: Path) -> Stored:
-        """What `save` wrote."""
-        with np.load(file) as stored:
-            return cls(dict(zip(stored["digests"].tolist(), stored["sums"].tolist(), strict=True)))
+        """What `save` wrote; nothing in the file is unpickled.
+
+        Raises:
+            InvalidRun: it is something else.
+        """
+        try:
+            with np.load(file, allow_pickle=False) as stored:
+                return cls(dict(zip(stored["digests"].tolist(), stored["sums"].tolist(), strict=True)))
+        except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+            raise InvalidRun(
+                f"{file} holds no sums of a reference: {error}.", read_from=str(file), remedy="compute it again"
+            ) from error
 
     def save(self, file: Path) -> None:
         """As an .npz of two columns, digests and sums."""
