@@ -25,9 +25,9 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from bestiary.kernels.errors import BestiaryError
@@ -67,12 +67,18 @@ class RoleWorker(Worker):
 
     @everybody
     def build(self, make: Callable[[], Any], timeout_s: float) -> Any:
-        """Make what is hosted here; what `describe` says of it."""
+        """Make what is hosted here; what `describe` says of it.
+
+        Args:
+            make: gives it, or a context manager that does, which stays open while the process lives.
+        """
         self._timeout_s = timeout_s
         # What arrives lies in Ray's shared memory, and nobody here writes into it.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         with self.failing():
-            self.hosted = make()
+            made = make()
+            self._open = ExitStack()
+            self.hosted = self._open.enter_context(made) if isinstance(made, AbstractContextManager) else made
             return self.describe()
 
     def describe(self) -> Any:
@@ -128,7 +134,7 @@ class Pool:
                     remedy="fewer processes in `placement`, or more cores: on one machine `placement.cpus`",
                 )
         if not self.gpu:
-            set_platform(CpuPlatform())
+            _without_gpus()
         self._pool = RayResourcePool([self.places] * self.nodes, use_gpu=self.gpu, max_colocate_count=self.roles)
 
     @property
@@ -256,15 +262,17 @@ class Group:
     Args:
         role: what `RoleLost` says.
         worker: what each hosts.
-        make: called in each of them; travels there, so it is of module level, or a `partial` of one that is.
+        make: called in each of them, see `RoleWorker.build`; it travels there, so it is of module level, or a `partial`
+            of what is.
         size: how many.   first: the place in the pool of the first of them.
         together: they are ranks of one run of torch, and replaced all at once.
         threads: calls that one of them answers at a time.
         timeout_s: after which one that does not answer counts as lost.
         environment: of the processes.
 
+    Groups that are made one after the other start at the same time: whoever asks the first thing waits.
+
     Attributes:
-        described: what each said of what it hosts.
         generations: how often each was started.
     """
 
@@ -293,7 +301,8 @@ class Group:
         else:
             self._parts = [pool.part(first + place, 1) for place in range(size)]
         self.generations = [0] * size
-        self.described: list[Any] = [None] * size
+        self._described: list[Any] = [None] * size
+        self._building: dict[int, Any] = {}
         self._started: list[RayWorkerGroup | None] = [None] * len(self._parts)
         self._whole: RayWorkerGroup
         try:
@@ -304,29 +313,52 @@ class Group:
 
     def call(self, name: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
         """Ask all, or whom the method's dispatch says; their answers in order. Raises as `Members.wait`."""
+        self._settle()
         try:
             asked = getattr(self._whole, name)(*arguments)
         except RayActorError as error:
             raise RoleLost(f"role {self.role} died ({_first_line(error)}).", role=self.role) from error
-        return self.members.wait(asked if isinstance(asked, list) else [asked], timeout_s=timeout_s)
+        return self._living.wait(asked if isinstance(asked, list) else [asked], timeout_s=timeout_s)
 
     @property
     def members(self) -> Members:
         """As they are now; those that are started later are others."""
+        self._settle()
+        return self._living
+
+    @property
+    def described(self) -> list[Any]:
+        """What each said of what it hosts."""
+        self._settle()
+        return self._described
+
+    @property
+    def _living(self) -> Members:
         return Members(self.role, tuple(self._whole.workers), self._together, self.timeout_s)
+
+    def _settle(self) -> None:
+        """Until what was begun to be built is there."""
+        building, self._building = self._building, {}
+        if building:
+            told = self._living.wait([*building.values()], members=[*building])
+            for member, described in zip(building, told, strict=True):
+                self._described[member] = described
 
     # ------------------------------------------------------------------ life
 
     def dead(self) -> list[int]:
         """Members that are dead or do not answer."""
-        members = self.members
+        members = self._living
+        self._building.clear()
         lost, asked = [], {}
         for member in range(self.size):
             try:
                 asked[members.ask(member, "ping")] = member
             except RoleLost:
                 lost.append(member)
-        done, silent = ray.wait(list(asked), num_returns=len(asked), timeout=self.timeout_s) if asked else ([], [])
+        # Ranks of one run may wait for the dead one in a collective, and are replaced with it.
+        patience = GRACE_S if self._together else self.timeout_s
+        done, silent = ray.wait(list(asked), num_returns=len(asked), timeout=patience) if asked else ([], [])
         lost += [asked[one] for one in done if isinstance(members.read(one, asked[one]), RoleLost)]
         return sorted([*lost, *(asked[one] for one in silent)])
 
@@ -341,6 +373,7 @@ class Group:
             return []
         parts = range(len(self._parts)) if self._together else dead
         self._start(parts)
+        self._settle()
         return list(range(self.size)) if self._together else dead
 
     def close(self) -> None:
@@ -366,10 +399,8 @@ class Group:
             worker_handles=every, ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(self._worker))
         )
         new = list(range(self.size)) if self._together else list(parts)
-        members = self.members
-        asked = [members.ask(member, "build", self._make, self.timeout_s) for member in new]
-        for member, described in zip(new, members.wait(asked, members=new), strict=True):
-            self.described[member] = described
+        for member in new:
+            self._building[member] = self._living.ask(member, "build", self._make, self.timeout_s)
             self.generations[member] += 1
 
     def _kill(self, part: int) -> None:
@@ -377,6 +408,11 @@ class Group:
         for worker in () if group is None else group.workers:
             ray.kill(worker, no_restart=True)
         self._started[part] = None
+
+
+@cache
+def _without_gpus() -> None:
+    set_platform(CpuPlatform())
 
 
 def _cause(failures: Sequence[BaseException], role: Role) -> BaseException:

@@ -30,16 +30,14 @@ POLL_S = 0.01
 
 
 class RemoteFrozen:
-    """A `roles.Frozen`, with `Restarts`, over a group of `FrozenWorker` or `PolicyWorker`."""
+    """A `roles.Frozen`, with `Restarts`, over a group of `FrozenWorker`, each with the whole model."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
 
     def log_probs(self, experiences: Sequence[Experience], column: Column) -> list[Experience]:
         """See `roles.Frozen`."""
-        parts = balanced([len(one.trajectory) for one in experiences], self.group.size)
-        given = [[experiences[place] for place in part] for part in parts]
-        return _in_order(parts, self.group.call("log_probs", given, [column] * self.group.size))
+        return _divided(self.group, "log_probs", experiences, _tokens(experiences), [*range(self.group.size)], column)
 
     def restart(self) -> None:
         """See `roles.Restarts`."""
@@ -50,7 +48,7 @@ class RemoteFrozen:
         self.group.close()
 
 
-class RemotePolicy(RemoteFrozen):
+class RemotePolicy:
     """A `roles.Policy`, with `Restarts`, over the ranks of a policy: each is given a share of what is trained on.
 
     Attributes:
@@ -58,18 +56,27 @@ class RemotePolicy(RemoteFrozen):
     """
 
     def __init__(self, group: Group) -> None:
-        super().__init__(group)
-        self.version: int = group.described[0]
+        self.group = group
+        self.version: int = group.described[0].version
 
-    def forward_backward(self, experiences: Sequence[Experience]) -> Figures:
+    @property
+    def _parts(self) -> list[int]:
+        """Of each rank, which share is its."""
+        return [facts.part for facts in self.group.described]
+
+    def log_probs(self, experiences: Sequence[Experience], column: Column) -> list[Experience]:
+        """See `roles.Frozen`."""
+        return _divided(self.group, "log_probs", experiences, _tokens(experiences), self._parts, column)
+
+    def forward_backward(self, experiences: Sequence[Experience]) -> dict[str, float]:
         """See `roles.Policy`."""
-        parts = balanced([len(one.trajectory) for one in experiences], self.group.size)
-        found: Figures = self.group.call("forward_backward", [[experiences[n] for n in part] for part in parts])[0]
+        shares = _shares(experiences, balanced(_tokens(experiences), max(self._parts) + 1))
+        found: dict[str, float] = self.group.call("forward_backward", [shares[part] for part in self._parts])[0]
         return found
 
-    def optim_step(self) -> Figures:
+    def optim_step(self) -> dict[str, float]:
         """See `roles.Policy`."""
-        found: Figures
+        found: dict[str, float]
         found, self.version = self.group.call("optim_step")[0]
         return found
 
@@ -78,15 +85,9 @@ class RemotePolicy(RemoteFrozen):
     ) -> list[Rollout]:
         """See `roles.Policy`."""
         names: Sequence[object] = range(len(prompts)) if keys is None else keys
-        parts = balanced([len(prompt) for prompt in prompts], self.group.size)
-        given = [([prompts[place] for place in part], [names[place] for place in part]) for part in parts]
-        told: list[list[Rollout]] = self.group.call("sample", given, [sampling] * self.group.size)
-        found: dict[int, list[Rollout]] = {}
-        for part, said in zip(parts, told, strict=True):
-            for one in said:
-                place = part[one.prompt]
-                found.setdefault(place, []).append(replace(one, prompt=place))
-        return [one for place in range(len(prompts)) for one in found[place]]
+        asked = [*zip(prompts, names, strict=True)]
+        told = _divided(self.group, "sample", asked, [len(prompt) for prompt in prompts], self._parts, sampling)
+        return [replace(one, prompt=place) for place, said in enumerate(told) for one in said]
 
     def sync(self, engine: RolloutEngine) -> Synced:
         """See `roles.Policy`. Weights go from the ranks to the engines, and not through this process.
@@ -106,10 +107,10 @@ class RemotePolicy(RemoteFrozen):
         engine.synced(found.version, answered)
         return found
 
-    def check(self, trajectories: Sequence[Trajectory]) -> Figures:
+    def check(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """See `roles.Policy`."""
-        parts = balanced([len(one) for one in trajectories], self.group.size)
-        found: Figures = self.group.call("check", [[trajectories[n] for n in part] for part in parts])[0]
+        shares = _shares(trajectories, balanced([len(one) for one in trajectories], max(self._parts) + 1))
+        found: dict[str, float] = self.group.call("check", [shares[part] for part in self._parts])[0]
         return found
 
     def save_state(self, controller: Mapping[str, Any], *, wait: bool = False) -> None:
@@ -134,7 +135,11 @@ class RemotePolicy(RemoteFrozen):
     def restart(self) -> None:
         """See `roles.Restarts`."""
         if self.group.restart():
-            self.version = self.group.described[0]
+            self.version = self.group.described[0].version
+
+    def close(self) -> None:
+        """End its processes."""
+        self.group.close()
 
 
 class RemoteScorer:
@@ -309,6 +314,28 @@ def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
         found[part].append(place)
         heapq.heappush(loads, (load + sizes[place], part))
     return [sorted(part) for part in found]
+
+
+def _shares(given: Sequence[T], parts: Sequence[Sequence[int]]) -> list[list[T]]:
+    return [[given[place] for place in part] for part in parts]
+
+
+def _tokens(experiences: Sequence[Experience]) -> list[int]:
+    return [len(one.trajectory) for one in experiences]
+
+
+def _divided(
+    group: Group, name: str, given: Sequence[Any], sizes: Sequence[int], ranks: Sequence[int], *also: Any
+) -> list[Any]:
+    """What a method makes of everything given, each share asked of the processes whose share it is.
+
+    Args:
+        ranks: of each process, the number of its share.
+    """
+    parts = balanced(sizes, max(ranks) + 1)
+    shares = _shares(given, parts)
+    told = group.call(name, [shares[part] for part in ranks], *([one] * group.size for one in also))
+    return _in_order(parts, [told[ranks.index(part)] for part in range(len(parts))])
 
 
 def _in_order(parts: Sequence[Sequence[int]], told: Iterable[Sequence[T]]) -> list[T]:

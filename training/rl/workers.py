@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from bestiary.training.rl.environments import Environment, EnvironmentFactory, H
 from bestiary.training.rl.groups import RoleWorker, everybody, shares
 from bestiary.training.rl.inflow import Inflow
 from bestiary.training.rl.packing import Column
+from bestiary.training.rl.policy import LocalPolicy
 from bestiary.training.rl.records import Experience, Trajectory
 from bestiary.training.rl.remote_engine import EngineFacts
-from bestiary.training.rl.roles import Figures, Frozen, Policy, Prompt, Scorer
+from bestiary.training.rl.roles import Figures, Frozen, Prompt, Scorer
 from bestiary.training.rl.rollout import Rollout, Sampling
 from bestiary.training.rl.shared_engine import SharedEngine
 from bestiary.training.rl.weight_sync import (
@@ -44,14 +46,28 @@ class FrozenWorker(RoleWorker):
             return self.hosted.log_probs(experiences, column)
 
 
+@dataclass(frozen=True)
+class PolicyFacts:
+    """Of one rank of a policy.
+
+    Attributes:
+        version: see `Policy`.   part: of what is trained on, that it is given.   parts: that there are of it.
+    """
+
+    version: int
+    part: int
+    parts: int
+
+
 class PolicyWorker(RoleWorker):
-    """Hosts a `Policy`: one rank of it, whose calls all ranks make together."""
+    """Hosts a `LocalPolicy`: one rank of it, whose calls all ranks make together."""
 
-    hosted: Policy
+    hosted: LocalPolicy
 
-    def describe(self) -> int:
-        """The version."""
-        return self.hosted.version
+    def describe(self) -> PolicyFacts:
+        """Its version and place; ranks of one tensor group are given the same."""
+        trainer = self.hosted.trainer
+        return PolicyFacts(self.hosted.version, trainer.data_rank, trainer.data_parallel)
 
     @shares
     def log_probs(self, experiences: Sequence[Experience], column: Column) -> list[Experience]:
@@ -72,11 +88,11 @@ class PolicyWorker(RoleWorker):
             return self.hosted.optim_step(), self.hosted.version
 
     @shares
-    def sample(self, share: tuple[Sequence[Sequence[int]], Sequence[object]], sampling: Sampling) -> list[Rollout]:
-        """See `Policy`; of the prompts, and their names, that this rank was given."""
-        prompts, keys = share
+    def sample(self, share: Sequence[tuple[Sequence[int], object]], sampling: Sampling) -> list[list[Rollout]]:
+        """See `Policy`; the answers to each prompt, of those with their names that this rank was given."""
         with self.failing():
-            return self.hosted.sample(prompts, sampling, keys=keys)
+            said = self.hosted.sample([prompt for prompt, _ in share], sampling, keys=[name for _, name in share])
+        return [said[start : start + sampling.n] for start in range(0, len(said), sampling.n)]
 
     @everybody
     def sync(self, engine: WeightReceiver) -> tuple[Synced, Answered | None]:
@@ -199,11 +215,11 @@ class RolloutWorker(RoleWorker):
         Raises:
             SyncFailed: also where no stream is open.
         """
-        self._open.put(number, bucket)
+        self._receiving.put(number, bucket)
 
     def close_stream(self, buckets: int) -> list[str]:
         """See `Inflow.finish`."""
-        inflow, self._inflow = self._open, None
+        inflow, self._inflow = self._receiving, None
         return inflow.finish(buckets)
 
     def checksums(self) -> Mapping[str, int]:
@@ -234,7 +250,7 @@ class RolloutWorker(RoleWorker):
         return self.hosted.generate(prompts, sampling, keys=keys)
 
     @property
-    def _open(self) -> Inflow:
+    def _receiving(self) -> Inflow:
         if self._inflow is None:
             raise SyncFailed("tensors for an engine that no sync was begun with.", remedy="sync again")
         return self._inflow
