@@ -14,6 +14,7 @@ from bestiary.tools.data_commands import add_data
 from bestiary.tools.model_commands import add_models
 from bestiary.tools.plot_commands import add_plot
 from bestiary.tools.port.commands import add_port
+from bestiary.tools.rl_commands import add_rl
 from bestiary.tools.train_commands import add_training
 
 DESCRIPTION = """\
@@ -94,6 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_port(commands, _add_command)
     add_data(commands, _add_command)
     add_training(commands, _add_command)
+    add_rl(commands, _add_command)
     add_plot(commands, _add_command)
     return parser
 

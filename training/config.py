@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import Field, model_validator
@@ -30,6 +30,7 @@ Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 ADAPTERS_OFF = "adapters_off"
 Count = Annotated[int, Field(ge=1)]
+C = TypeVar("C", bound="CommonConfig")
 FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -94,23 +95,17 @@ class LossSection(Section):
     teacher: str | None = None
 
 
-class RolloutSection(Section):
-    """`distill` on answers that the student samples itself; without the section it trains on those of the data.
-
-    Sources of kind prompt, chat, completion or distillation give the prompts, each document what stands before its last
-    trained tokens. A pack leaves room for `max_tokens` behind each of them.
+class SampledSection(Section):
+    """How answers are sampled.
 
     Attributes:
-        max_tokens: of an answer.   temperature: of sampling; `loss.options.temperature` is that of the loss.
-        share: of documents with an answer, those that the student answers all the same (λ of GKD); prompts without
-            an answer always are.
-        seed: an answer depends on it, the step and the prompt, and on nothing else.
+        max_tokens: of an answer.   temperature: of sampling.
+        seed: an answer depends on it, its prompt and its place in the run, and on nothing else.
         rows: answers sampled together, at most.
     """
 
     max_tokens: Count = 256
     temperature: Positive = 1.0
-    share: Annotated[float, Field(ge=0, le=1)] = 1.0
     seed: int = 0
     rows: Count = 64
 
@@ -124,6 +119,21 @@ class RolloutSection(Section):
                     "trained; temperature alone shapes it"
                 )
         return given
+
+
+class RolloutSection(SampledSection):
+    """`distill` on answers that the student samples itself; without the section it trains on those of the data.
+
+    Sources of kind prompt, chat, completion or distillation give the prompts, each document what stands before its last
+    trained tokens. A pack leaves room for `max_tokens` behind each of them. `loss.options.temperature` is that of the
+    loss.
+
+    Attributes:
+        share: of documents with an answer, those that the student answers all the same (λ of GKD); prompts without
+            an answer always are.
+    """
+
+    share: Annotated[float, Field(ge=0, le=1)] = 1.0
 
 
 class OptimSection(Section):
@@ -244,29 +254,61 @@ class TrackingSection(Section):
     name: str | None = None
 
 
-class RunConfig(Section):
-    """Everything about a run; see the sections."""
+class CommonConfig(Section):
+    """What every run has, whatever it trains by; see the sections."""
 
-    recipe: RecipeName
+    recipe: str
     model: ModelSection
     data: DataConfig
     out: Path
     lora: LoRASection | None = None
-    loss: LossSection = Field(default_factory=LossSection)
-    rollouts: RolloutSection | None = None
     optim: OptimSection = Field(default_factory=OptimSection)
     precision: PrecisionSection = Field(default_factory=PrecisionSection)
     parallel: ParallelSection = Field(default_factory=ParallelSection)
-    loop: LoopSection = Field(default_factory=LoopSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     tracking: TrackingSection = Field(default_factory=TrackingSection)
+
+    @model_validator(mode="after")
+    def _updates(self) -> CommonConfig:
+        if self.precision.parameters == "float16":
+            raise ValueError("precision.parameters = float16: updates vanish in it; bfloat16 or float32")
+        return self
+
+    @property
+    def lr(self) -> float:
+        """The learning rate at the top of the schedule."""
+        default = 1e-5 if self.lora is None else 2e-4
+        return default if self.optim.lr is None else self.optim.lr
+
+    @property
+    def adapters(self) -> LoRAConfig | None:
+        """The adapters to build in."""
+        section = self.lora
+        return None if section is None else LoRAConfig(r=section.r, alpha=section.alpha, targets=section.targets)
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Checkpoints that are loaded beside the one that trains, and only compute."""
+        return ()
+
+    def yaml(self) -> str:
+        """The whole of it, defaults included, as a file that can be read again."""
+        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return text
+
+
+class RunConfig(CommonConfig):
+    """Everything about a run of a recipe; see the sections."""
+
+    recipe: RecipeName
+    loss: LossSection = Field(default_factory=LossSection)
+    rollouts: RolloutSection | None = None
+    loop: LoopSection = Field(default_factory=LoopSection)
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         if self.loop.steps is None and self.data.epochs is None:
             raise ValueError("neither loop.steps nor data.epochs is given: the run would have no end")
-        if self.precision.parameters == "float16":
-            raise ValueError("precision.parameters = float16: updates vanish in it; bfloat16 or float32")
         if self.rollouts is not None:
             self._check_rollouts(self.rollouts)
         return self
@@ -287,18 +329,6 @@ class RunConfig(Section):
                 f"rollouts.max_tokens = {rollouts.max_tokens} leaves no room for a prompt in "
                 f"data.pack_length = {self.data.pack_length}"
             )
-
-    @property
-    def lr(self) -> float:
-        """The learning rate at the top of the schedule."""
-        default = 1e-5 if self.lora is None else 2e-4
-        return default if self.optim.lr is None else self.optim.lr
-
-    @property
-    def adapters(self) -> LoRAConfig | None:
-        """The adapters to build in."""
-        section = self.lora
-        return None if section is None else LoRAConfig(r=section.r, alpha=section.alpha, targets=section.targets)
 
     @property
     def reference(self) -> str | None:
@@ -325,11 +355,6 @@ class RunConfig(Section):
         plain = self.data.model_dump(mode="json") | {"sources": list(given.sources), "epochs": 1, "streams": 1}
         return validated(DataConfig, plain, place="loop.evaluation", read_from="the run's file", error=InvalidRun)
 
-    def yaml(self) -> str:
-        """The whole of it, defaults included, as a file that `load_run_config` reads."""
-        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        return text
-
 
 def load_run_config(file: Path, overrides: Sequence[str] = (), *, recipe: RecipeName | None = None) -> RunConfig:
     """A run's file with changes from the command line.
@@ -341,9 +366,15 @@ def load_run_config(file: Path, overrides: Sequence[str] = (), *, recipe: Recipe
     Raises:
         InvalidRun: names the first wrong key or value, an unknown key with the nearest known one.
     """
+    config = read_config(RunConfig, file, overrides, recipe=recipe)
+    return _placed(config, file.parent)
+
+
+def read_config(section: type[C], file: Path, overrides: Sequence[str] = (), *, recipe: str | None = None) -> C:
+    """A run's file as the configuration that a command takes, paths as they stand there; else as `load_run_config`."""
     whole = read_mapping(file, InvalidRun)
     for text in overrides:
-        _override(whole, text)
+        _override(section, whole, text)
     if recipe is not None:
         if whole.setdefault("recipe", recipe) != recipe:
             raise InvalidRun(
@@ -351,15 +382,20 @@ def load_run_config(file: Path, overrides: Sequence[str] = (), *, recipe: Recipe
                 read_from=str(file),
                 remedy=f"bestiary {whole['recipe']} {file}, or leave the key out",
             )
-    config = validated(RunConfig, whole, place="", read_from=str(file), error=InvalidRun)
-    return _placed(config, file.parent)
+    return validated(section, whole, place="", read_from=str(file), error=InvalidRun)
+
+
+def placed_common(config: CommonConfig, folder: Path) -> dict[str, Any]:
+    """Of the parts that every run has, those whose local paths come to count from a folder."""
+    update: dict[str, Any] = {"data": placed_in(config.data, folder)}
+    if (folder / config.model.src).is_dir():
+        update["model"] = config.model.model_copy(update={"src": str(folder / config.model.src)})
+    return update
 
 
 def _placed(config: RunConfig, folder: Path) -> RunConfig:
     """Local paths, made to count from the folder of the file. `out` counts from where the command runs."""
-    update: dict[str, Any] = {"data": placed_in(config.data, folder)}
-    if (folder / config.model.src).is_dir():
-        update["model"] = config.model.model_copy(update={"src": str(folder / config.model.src)})
+    update = placed_common(config, folder)
     others = {name: getattr(config.loss, name) for name in ("reference", "teacher")}
     local = {name: str(folder / src) for name, src in others.items() if src is not None and (folder / src).is_dir()}
     if local:
@@ -372,7 +408,7 @@ def _placed(config: RunConfig, folder: Path) -> RunConfig:
     return config.model_copy(update=update)
 
 
-def _override(whole: dict[str, Any], text: str) -> None:
+def _override(section: type[CommonConfig], whole: dict[str, Any], text: str) -> None:
     """Write one `a.b=value` into the mapping of a file."""
     path, equals, value = text.partition("=")
     keys = path.strip().split(".")
@@ -392,7 +428,7 @@ def _override(whole: dict[str, Any], text: str) -> None:
             if inner is None:
                 inner = here[key] = {}
         if not isinstance(inner, dict | list):
-            known = ", ".join(fields_at(RunConfig, keys[:depth]))
+            known = ", ".join(fields_at(section, keys[:depth]))
             raise InvalidRun(f"{'.'.join(keys[: depth + 1])} has no keys below it.", remedy=f"one of {known}")
         here = inner
     if isinstance(here, list):

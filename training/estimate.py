@@ -28,7 +28,7 @@ from bestiary.models import Decoder, DecoderConfig
 from bestiary.models.config import NormPlacement
 from bestiary.models.lora import adapter
 from bestiary.models.recomputation import Part
-from bestiary.training.config import RunConfig
+from bestiary.training.config import CommonConfig
 from bestiary.training.flops import CONVENTION, StepFlops, Totals, Trainable, trained_by_default
 from bestiary.training.memory import GIB
 
@@ -94,7 +94,7 @@ class Estimate:
         }
 
 
-def estimate(config: RunConfig, *, processes: int | None = None) -> Estimate:
+def estimate(config: CommonConfig, *, processes: int | None = None) -> Estimate:
     """The estimate of a run's file, from the checkpoint's config alone.
 
     Args:

@@ -7,17 +7,19 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict
+
 from bestiary.bridges import FreshHeadWarning
 from bestiary.models import AutoDecoder, Decoder
 from bestiary.training.checkpoint import STATE, check_frozen, read_tensors, verify
-from bestiary.training.config import RunConfig, load_run_config
+from bestiary.training.config import CommonConfig, read_config
 from bestiary.training.data.tokenizer import BaseHFModelTokenizer
 
 CONFIG = "config.yaml"
 FINGERPRINT = "bestiary_tokenizer.json"
 
 
-def load_tokenizer(config: RunConfig, model: Decoder) -> BaseHFModelTokenizer:
+def load_tokenizer(config: CommonConfig, model: Decoder) -> BaseHFModelTokenizer:
     """The run's tokenizer, whose ids all have a row in the model's embedding.
 
     Raises:
@@ -42,6 +44,12 @@ def write_result(
     return written
 
 
+class _Read(CommonConfig):
+    """A run's file whatever the run trains by: what is its alone is not looked at."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
 def load_resume_point(place: Path) -> tuple[Decoder, BaseHFModelTokenizer]:
     """The model of a resume point, whole in this process whatever wrote it, and the run's tokenizer.
 
@@ -50,7 +58,7 @@ def load_resume_point(place: Path) -> tuple[Decoder, BaseHFModelTokenizer]:
     Raises:
         CheckpointRefused: damaged, or its base is no longer the same.   InvalidRun: the run's file.
     """
-    config = load_run_config(place.parents[1] / CONFIG)
+    config = read_config(_Read, place.parents[1] / CONFIG)
     verify(place, remedy="another resume point of the run")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FreshHeadWarning)  # the head of the run is read into it below

@@ -115,6 +115,8 @@ def step_line(step: int, steps: int, values: Mapping[str, float], left: float | 
     evaluated = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in values.items() if "eval/" in name]
     if evaluated:
         parts.append("eval " + _DOT.join(evaluated))
+    if "rl/reward" in values:
+        parts.append(f"reward {values['rl/reward']:6.3f}")
     if "loss" in values:
         parts.append(f"loss {values['loss']:5.3f}")
     if "grad_norm" in values:

@@ -24,7 +24,7 @@ from bestiary.bridges.fields import FLOAT_TYPES
 from bestiary.models import AutoDecoder, Decoder
 from bestiary.training.checkpoint import Checkpoints, saved_steps, seed_all
 from bestiary.training.components import component
-from bestiary.training.config import RolloutSection, RunConfig
+from bestiary.training.config import CommonConfig, RolloutSection, RunConfig
 from bestiary.training.control import Control, Interruption, named_failures
 from bestiary.training.data.config import DataConfig
 from bestiary.training.data.fingerprint import Fingerprint
@@ -94,10 +94,10 @@ def run(config: RunConfig, *, also: Sequence[Tracker] = (), interruption: Interr
         stack.callback(trainer.loader.close)
         trainer.interruption = interruption or trainer.interruption
         first = here.rank == 0
-        _check_tokenizer(config, tokenizer)
+        check_tokenizer(config, tokenizer)
         step = saver.resume(trainer)
         if first:
-            _note(config, tokenizer)
+            note(config, tokenizer)
         info = RunInfo(
             name=config.tracking.name or config.out.name,
             project=config.tracking.project,
@@ -125,7 +125,7 @@ def prepare(
     config: RunConfig, here: Processes, memory: PeakMemory | None = None
 ) -> tuple[Trainer, Checkpoints, BaseHFModelTokenizer]:
     """Everything that a run needs, made and checked, and nothing trained yet."""
-    _check_folder(config)
+    check_folder(config)
     parallel = config.parallel
     mesh = build_mesh(
         replicate=parallel.replicate,
@@ -201,7 +201,7 @@ def prepare(
 # ---------------------------------------------------------------------- parts
 
 
-def load_model(config: RunConfig, here: Processes, mesh: DeviceMesh) -> Decoder:
+def load_model(config: CommonConfig, here: Processes, mesh: DeviceMesh) -> Decoder:
     """The model that trains: with its adapters, checkpointing and compilation, spread over the mesh if need be."""
     precision = config.precision
 
@@ -229,7 +229,7 @@ def load_model(config: RunConfig, here: Processes, mesh: DeviceMesh) -> Decoder:
     return model
 
 
-def load_other(config: RunConfig, src: str, here: Processes, mesh: DeviceMesh) -> Decoder:
+def load_other(config: CommonConfig, src: str, here: Processes, mesh: DeviceMesh) -> Decoder:
     """A model that only computes: a reference or a teacher, spread as the one that trains."""
     return AutoDecoder.from_pretrained(
         src,
@@ -315,7 +315,12 @@ def _itself(pack: Pack) -> Pack:
 # ---------------------------------------------------------------------- the run's folder
 
 
-def _check_folder(config: RunConfig) -> None:
+def check_folder(config: CommonConfig) -> None:
+    """Refuse a folder with a run in it where it is not to be resumed.
+
+    Raises:
+        InvalidRun.
+    """
     steps = saved_steps(config.out / CHECKPOINTS)
     if steps and config.checkpoint.resume == "never":
         raise InvalidRun(
@@ -324,14 +329,18 @@ def _check_folder(config: RunConfig) -> None:
         )
 
 
-def _check_tokenizer(config: RunConfig, tokenizer: BaseHFModelTokenizer) -> None:
-    """Refuse to go on under another tokenizer, in the words of what changed in it."""
+def check_tokenizer(config: CommonConfig, tokenizer: BaseHFModelTokenizer) -> None:
+    """Refuse to go on under another tokenizer, in the words of what changed in it.
+
+    Raises:
+        FingerprintChanged.
+    """
     known = config.out / FINGERPRINT
     if known.exists() and saved_steps(config.out / CHECKPOINTS):
         tokenizer.fingerprint.require(Fingerprint.load(known), str(known))
 
 
-def _note(config: RunConfig, tokenizer: BaseHFModelTokenizer) -> None:
+def note(config: CommonConfig, tokenizer: BaseHFModelTokenizer) -> None:
     """Write what the run is into its folder, once it is known to be the run that the folder holds."""
     config.out.mkdir(parents=True, exist_ok=True)
     tokenizer.fingerprint.save(config.out / FINGERPRINT)
@@ -341,17 +350,24 @@ def _note(config: RunConfig, tokenizer: BaseHFModelTokenizer) -> None:
 def _bound(config: RunConfig, model: Decoder, fingerprint: Fingerprint, steps: int, mesh: DeviceMesh) -> dict[str, Any]:
     """What a resume must agree in."""
     section = config.model_dump(mode="json", exclude={"rollouts": {"rows"}})  # how many at once changes no answer
+    own = {"loss": section["loss"], "rollouts": section["rollouts"]}
+    return bound_to(config, model, fingerprint, steps, mesh) | own
+
+
+def bound_to(
+    config: CommonConfig, model: Decoder, fingerprint: Fingerprint, steps: int, mesh: DeviceMesh
+) -> dict[str, Any]:
+    """What the resume of any run must agree in, as JSON values by name."""
+    section = config.model_dump(mode="json")
     # States of eight bits are each process's own, in blocks of what it holds.
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     return {
         **({"mesh": sizes} if config.optim.name == "adamw8bit" else {}),
         "recipe": config.recipe,
-        "loss": section["loss"],
         "model": repr(replace(model.decoder_config, compile_blocks=False, activation_checkpointing=False)),
         "tokenizer": fingerprint.model_dump(mode="json", exclude={"versions"}),
         "optim": {**section["optim"], "lr": config.lr},
         "steps": steps,
-        "rollouts": section["rollouts"],
     }
 
 

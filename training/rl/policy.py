@@ -306,6 +306,11 @@ class LocalPolicy:
         self.version = self.trainer.progress.step
         return self._account.controller
 
+    def close(self) -> None:
+        """Wait for the resume point that is being written, whether it can be or not."""
+        if self._saver is not None:
+            self._saver.join()
+
     def trained(self) -> dict[str, int]:
         """See `roles.Policy`; skipped steps count, they use their prompts up."""
         return dict(self._account.trained)

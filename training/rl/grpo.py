@@ -1,0 +1,384 @@
+"""From a run's file to a run of reinforcement learning in this process: policy, engine, sampler, scorer, controller.
+
+out/ holds what every run's does (see `bestiary.training.run`), and `rollouts/` with every round's experiences where
+`rollouts.keep` asks for them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bestiary.bridges.fields import FLOAT_TYPES
+from bestiary.training.checkpoint import Checkpoints, saved_steps, seed_all
+from bestiary.training.components import component
+from bestiary.training.config import ADAPTERS_OFF
+from bestiary.training.control import Control, Interruption, named_failures
+from bestiary.training.data.tokenizer import BaseHFModelTokenizer
+from bestiary.training.errors import InvalidRun
+from bestiary.training.estimate import estimate
+from bestiary.training.export import load_tokenizer
+from bestiary.training.flops import StepFlops
+from bestiary.training.loop import Trainer
+from bestiary.training.memory import PeakMemory
+from bestiary.training.metrics import Throughput
+from bestiary.training.optim import Optimisers
+from bestiary.training.parallel import build_mesh, clip_grad_norm, data_parallel
+from bestiary.training.peaks import device_peak
+from bestiary.training.processes import Processes, processes
+from bestiary.training.rl.config import GrpoConfig, RewardSection
+from bestiary.training.rl.controller import Controller, Roles, Rounds
+from bestiary.training.rl.embedded import EmbeddedEngine
+from bestiary.training.rl.environments import EnvironmentFactory
+from bestiary.training.rl.episodes import Episodes
+from bestiary.training.rl.judges import EndpointJudge, FunctionJudge, Judge
+from bestiary.training.rl.policy import Account, LocalFrozen, LocalPolicy, Room
+from bestiary.training.rl.prompts import Prompts, count_prompts
+from bestiary.training.rl.reward_model import RewardModel
+from bestiary.training.rl.rewards import Chained, Rewards
+from bestiary.training.rl.roles import Frozen, Scorer
+from bestiary.training.rl.rollout import Constraint, RolloutEngine, Sampling
+from bestiary.training.rl.rollout_check import computed_in
+from bestiary.training.run import (
+    CHECKPOINTS,
+    EXPORT,
+    bound_to,
+    check_folder,
+    check_tokenizer,
+    load_model,
+    load_other,
+    note,
+)
+from bestiary.training.tracking import RunInfo, Tracker, trackers
+
+ROLLOUTS = "rollouts"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        round, rounds: made, and of the whole run.   version: optimiser steps made or skipped.
+        stopped: why before its end, or None.   resumed: version that it went on from, or None.
+        reward: of the last round.   export: folder of the result, or None.
+    """
+
+    round: int
+    rounds: int
+    version: int
+    stopped: str | None
+    resumed: int | None
+    reward: float | None
+    export: Path | None
+
+
+def run(config: GrpoConfig, *, also: Sequence[Tracker] = (), interruption: Interruption | None = None) -> Outcome:
+    """Trains as the configuration says, from the newest resume point in `config.out` if there is one.
+
+    Args:
+        also: trackers beside those of the configuration.   interruption: to stop by from another thread.
+    Raises:
+        InvalidRun: what the configuration asks cannot be done here.
+        CheckpointRefused, StateMismatch: the resume point is damaged or of another run.
+        RewardFailed, EnvironmentFailed, StaleWeights, Diverged, SaveFailed, …: as roles and controller raise them.
+    """
+    with processes(config.loop.timeout_s) as here, ExitStack() as stack:
+        if here.size > 1:
+            raise InvalidRun(
+                f"bestiary grpo in {here.size} processes: its controller is one.", remedy="start it without torchrun"
+            )
+        torch.use_deterministic_algorithms(config.loop.deterministic)
+        stack.callback(torch.use_deterministic_algorithms, False)
+        stack.enter_context(named_failures(estimate(config).words(), config.loop.timeout_s))
+        rounds = count_rounds(config)
+        policy, tokenizer = local_policy(config, here, rounds)
+        stack.callback(policy.close)
+        check_tokenizer(config, tokenizer)
+        context = context_of(config, policy)
+        prompts = prompts_of(config, tokenizer, context)
+        reference = reference_of(config, policy, here)
+        scorer = scorer_of(config, tokenizer, here.device, stack)
+        engine = engine_of(config, policy, context)
+        sampler = sampler_of(config, engine, context)
+        stack.callback(sampler.close)
+        note(config, tokenizer)
+        steps = saved_steps(config.out / CHECKPOINTS)
+        plan = rounds_of(config, tokenizer, rounds)
+        info = RunInfo(
+            name=config.tracking.name or config.out.name,
+            project=config.tracking.project,
+            config=config.model_dump(mode="json"),
+            step=steps[-1] if steps else 0,
+            steps=rounds * plan.steps,
+        )
+        tracker = trackers(config.tracking.to, config.out, info, also=also)
+        stack.callback(tracker.close)
+        controller = Controller(
+            Roles(policy, sampler, scorer, reference),
+            prompts,
+            plan,
+            log=tracker,
+            callbacks=[component(path, "loop.callbacks", InvalidRun)() for path in config.loop.callbacks],
+            interruption=interruption or Interruption(),
+        )
+        controller.fit()
+        exported = None
+        if config.checkpoint.export and not controller.interrupted:
+            exported = config.out / EXPORT
+            policy.export(exported)
+    return Outcome(
+        round=controller.round,
+        rounds=rounds,
+        version=policy.version,
+        stopped=controller.stopped,
+        resumed=controller.resumed,
+        reward=controller.values.get("rl/reward"),
+        export=exported,
+    )
+
+
+# ---------------------------------------------------------------------- the run as numbers
+
+
+def count_rounds(config: GrpoConfig) -> int:
+    """Rounds of the run: as many as are asked for, or as all prompts of `data.epochs` make; the last may be smaller."""
+    if config.loop.steps is not None:
+        return config.loop.steps
+    prompts = count_prompts(
+        config.data.plan(config.data.tokenizer.load()), config.data.pack_length - config.rollouts.max_tokens
+    )
+    if not prompts:
+        raise InvalidRun("the data has no prompts.", remedy="more data, or a larger data.pack_length")
+    return -(-prompts // config.loop.prompts)
+
+
+def rounds_of(config: GrpoConfig, tokenizer: BaseHFModelTokenizer, rounds: int) -> Rounds:
+    """What the controller does."""
+    section, loop = config.rollouts, config.loop
+    return Rounds(
+        rounds=rounds,
+        prompts=loop.prompts,
+        sampling=Sampling(
+            max_tokens=section.max_tokens,
+            temperature=section.temperature,
+            stop_ids=tuple(sorted({*tokenizer.stop_ids, *section.stop_ids})),
+            n=section.n,
+            seed=section.seed,
+            constraint=constraint_of(config),
+        ),
+        algorithm=config.objective(),
+        weights=config.weights,
+        overlong=config.overlong,
+        updates=loop.updates,
+        passes=loop.passes,
+        staleness=loop.staleness,
+        save_every=config.checkpoint.every,
+        keep=config.out / ROLLOUTS if section.keep else None,
+        restarts=loop.restarts,
+    )
+
+
+def constraint_of(config: GrpoConfig) -> Constraint | None:
+    """What `rollouts.constraint` names, made."""
+    path = config.rollouts.constraint
+    made: Constraint | None = None if path is None else component(path, "rollouts.constraint", InvalidRun)()
+    return made
+
+
+def prompts_of(config: GrpoConfig, tokenizer: BaseHFModelTokenizer, context: int) -> Prompts:
+    """Prompts of the data, those that leave room for an answer."""
+    return Prompts(config.data.plan(tokenizer), context - config.rollouts.max_tokens)
+
+
+def context_of(config: GrpoConfig, policy: LocalPolicy) -> int:
+    """Tokens of an episode: what a pack holds, and what the model has positions for.
+
+    Raises:
+        InvalidRun: no more than an answer.
+    """
+    found = min(config.data.pack_length, policy.model.decoder_config.max_position_embeddings)
+    if found <= config.rollouts.max_tokens:
+        raise InvalidRun(
+            f"rollouts.max_tokens = {config.rollouts.max_tokens} and the model has {found} positions.",
+            remedy="fewer max_tokens: a prompt needs room too",
+        )
+    return found
+
+
+# ---------------------------------------------------------------------- roles
+
+
+def local_policy(
+    config: GrpoConfig, here: Processes, rounds: int, memory: PeakMemory | None = None
+) -> tuple[LocalPolicy, BaseHFModelTokenizer]:
+    """The policy, or this process's part of it, and its tokenizer; every process of a policy calls it at once.
+
+    Args:
+        rounds: of the run, which its schedule and its resume points depend on.
+    """
+    check_folder(config)
+    memory = memory or PeakMemory(here.device)
+    parallel, loop, recipe = config.parallel, config.loop, config.gradient
+    mesh = build_mesh(
+        replicate=parallel.replicate,
+        shard=parallel.shard,
+        tensor=parallel.tensor,
+        expert=parallel.expert,
+        device_type=here.device.type,
+    )
+    data = data_parallel(mesh)
+    seed_all(loop.seed, 0, 0)  # fresh adapters are the same in every process
+    model = load_model(config, here, mesh)
+    tokenizer = load_tokenizer(config, model)
+    control = Control(here.control, copies=here.size // data.size)
+    compute = config.precision.compute
+    meter = Throughput(
+        [StepFlops.of(model)],
+        device_peak(here.device, FLOAT_TYPES[compute] if compute else model.dtype),
+        devices=here.size,
+        sums=control.sums,
+        memory=memory,
+    )
+    steps = rounds * loop.updates * loop.passes
+    section = config.model_dump(mode="json")
+    sampled = {name: value for name, value in section["rollouts"].items() if name not in ("rows", "keep", "options")}
+    own = {"algorithm": section["algorithm"], "rollouts": sampled, "weights": config.weights}
+    told = {name: section["loop"][name] for name in ("prompts", "updates", "passes")}
+    trainer = Trainer(
+        model=model,
+        recipe=recipe,
+        loader=Account(),
+        optimiser=Optimisers(model, config.optim, config.lr),
+        steps=steps,
+        per_step=0,
+        loop=loop.loop,
+        optim=config.optim,
+        lr=config.lr,
+        control=control,
+        data_rank=data.rank,
+        data_parallel=data.size,
+        clip=clip_grad_norm,
+        meter=meter,
+    )
+    saver = Checkpoints(
+        config.out / CHECKPOINTS,
+        config.checkpoint,
+        bound=bound_to(config, model, tokenizer.fingerprint, steps, mesh) | own | {"loop": told},
+        group=here.saving,
+        seed=loop.seed,
+    )
+    seed_all(loop.seed, 0, data.rank)
+    policy = LocalPolicy(
+        trainer,
+        Room(config.data.pack_length, tokenizer.pad_id, data.largest if data.size > 1 else None),
+        saver=saver,
+        make=meter.watching(recipe.batch),
+        tokenizer=tokenizer,
+        rows=config.rollouts.rows,
+        tolerance=config.rollouts.tolerance,
+        engine_dtype=None if config.rollouts.dtype is None else FLOAT_TYPES[config.rollouts.dtype],
+        constraint=constraint_of(config),
+    )
+    return policy, tokenizer
+
+
+def reference_of(config: GrpoConfig, policy: LocalPolicy, here: Processes) -> Frozen | None:
+    """Whom the algorithm measures the policy against, in this process."""
+    named = config.reference
+    if named is None:
+        return None
+    if named == ADAPTERS_OFF:
+        return LocalFrozen(policy.model, policy.room, without_adapters=True)
+    parallel = config.parallel
+    mesh = build_mesh(
+        replicate=parallel.replicate,
+        shard=parallel.shard,
+        tensor=parallel.tensor,
+        expert=parallel.expert,
+        device_type=here.device.type,
+    )
+    return LocalFrozen(load_other(config, named, here, mesh).requires_grad_(False).eval(), policy.room)
+
+
+def engine_of(config: GrpoConfig, policy: LocalPolicy, context: int) -> RolloutEngine:
+    """The engine in this process; vLLM begins with the policy's weights as they are."""
+    section = config.rollouts
+    if section.engine == "embedded":
+        return EmbeddedEngine(policy.model, rows=section.rows)
+    from bestiary.training.rl.vllm_engine import VllmEngine
+
+    dtype = computed_in(policy.model) if section.dtype is None else FLOAT_TYPES[section.dtype]
+    config.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".engine-", dir=config.out) as folder:
+        policy.export(Path(folder) / "weights")
+        return VllmEngine(
+            Path(folder) / "weights",
+            version=policy.version,
+            dtype=dtype,
+            context=context,
+            rows=section.rows,
+            **section.options,
+        )
+
+
+def sampler_of(config: GrpoConfig, engine: RolloutEngine, context: int) -> Episodes:
+    """Episodes with an engine in the environment of the file."""
+    section = config.environment
+    if section is None:
+        return Episodes(engine, context=context)
+    return Episodes(
+        engine,
+        context=context,
+        environment=environment_of(config),
+        threads=section.threads,
+        timeout_s=section.timeout_s,
+        max_turns=section.max_turns,
+        max_errors=section.max_errors,
+        window=section.window,
+    )
+
+
+def environment_of(config: GrpoConfig) -> EnvironmentFactory | None:
+    """What makes the world of one episode; None: there is none."""
+    section = config.environment
+    return (
+        None if section is None else partial(component(section.name, "environment.name", InvalidRun), **section.options)
+    )
+
+
+def scorer_of(config: GrpoConfig, tokenizer: BaseHFModelTokenizer, device: torch.device, stack: ExitStack) -> Scorer:
+    """Whoever judges, in this process: functions and endpoints, then reward models.
+
+    Args:
+        stack: closes them.
+    """
+    section = config.rewards
+    bound: dict[str, Any] = {"max_errors": section.max_errors, "window": section.window}
+    judges = {
+        one.name: _judge(one) for one in section.functions if one.function is not None or one.endpoint is not None
+    }
+    rewards = Rewards(judges, tokenizer=tokenizer, **bound)
+    stack.callback(rewards.close)
+    dtype = config.precision.compute or config.precision.parameters
+    models = [
+        RewardModel.from_pretrained(one.model, tokenizer, dtype=dtype, device=device, name=one.name, **bound)
+        for one in section.functions
+        if one.model is not None
+    ]
+    return Chained([rewards, *models]) if models else rewards
+
+
+def _judge(section: RewardSection) -> Judge:
+    common: dict[str, Any] = {"timeout_s": section.timeout_s, "rows": section.rows, "abstains": section.abstains}
+    if section.function is not None:
+        return FunctionJudge(section.function, processes=section.processes, **common)
+    assert section.endpoint is not None
+    return EndpointJudge(section.endpoint, requests=section.processes, **common)
