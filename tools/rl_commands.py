@@ -11,7 +11,7 @@ from typing import Any
 
 EXAMPLES = """\
 examples:
-  bestiary grpo run.yaml
+  PYTHONPATH=. bestiary grpo run.yaml                (finds my_rewards.py beside it)
   bestiary grpo run.yaml algorithm.name=dapo rollouts.n=16 out=runs/second
   bestiary grpo run.yaml --dry-run
 

@@ -1,0 +1,126 @@
+"""`bestiary grpo` as a user runs it: checkpoint, tokenizer, prompts, a reward; stopped, resumed, exported."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bestiary.models import AutoDecoder, Qwen3
+from bestiary.tools import cli
+from bestiary.training.checkpoint import saved_steps
+from bestiary.training.control import Interruption
+from bestiary.training.errors import CheckpointRefused
+from bestiary.training.rl.config import load_grpo_config
+from bestiary.training.rl.grpo import run
+from bestiary.training.rl.records import load_experiences
+
+from ...models.tiny import tiny_config
+from ..data.conftest import folder
+
+VOCABULARY = 49152
+REWARDS = """
+def even(answers):
+    assert all(one.row["sum"] == 2 * one.row["place"] and one.text is not None for one in answers)
+    return [sum(word % 2 == 0 for word in one.ids) / len(one.ids) for one in answers]
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A tiny Qwen3 with SmolLM's vocabulary, prompts, a reward's module and a run's file."""
+    place = tmp_path_factory.mktemp("grpo")
+    config = tiny_config("qwen3", vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24)
+    config = config.with_(attention=replace(config.attention, scale=config.attention.head_dim**-0.5))
+    torch.manual_seed(0)
+    Qwen3(config, dtype=torch.float32).save_pretrained(place / "model")
+    rows = [{"prompt": f"{n} + {n}?", "place": n, "sum": 2 * n} for n in range(20)]
+    (place / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "evenness.py").write_text(REWARDS)
+    content = {
+        "model": {"src": "model"},
+        "data": {
+            "tokenizer": {"src": str(folder("smollm"))},
+            "sources": [{"name": "sums", "files": "sums.jsonl", "kind": "prompt"}],
+            "pack_length": 96,
+            "epochs": 1,
+        },
+        "rewards": {"functions": [{"name": "even", "function": "evenness:even"}]},
+        "rollouts": {"max_tokens": 6, "n": 4, "seed": 1},
+        "optim": {"lr": 1e-2, "warmup": 0},
+        "algorithm": {"options": {"kl_coef": 0.01}},
+        "loop": {"prompts": 8, "updates": 2},
+        "checkpoint": {"every": 1},
+    }
+    (place / "run.json").write_text(json.dumps(content))
+    sys.path.append(str(place))
+    yield place
+    sys.path.remove(str(place))
+
+
+def metrics(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+class Stops:
+    """Asks for an end in the round that begins after a step."""
+
+    def __init__(self, interruption, step):
+        self.interruption, self.step = interruption, step
+
+    def start(self, run):
+        pass
+
+    def log(self, step, values):
+        if step == self.step:
+            self.interruption.by = "SIGTERM"
+
+    def close(self):
+        pass
+
+
+def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(place, tmp_path, capsys):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    told = tmp_path / "told.json"
+    assert cli.main(["grpo", str(place / "run.json"), f"out={whole}", "rollouts.keep=true", "--json", str(told)]) == 0
+    said = capsys.readouterr().out
+    assert "reward " in said
+    assert f"round 3 of 3 · {whole}" in said
+    assert json.loads(told.read_text())["version"] == 6
+
+    rows = metrics(whole)
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    assert [row["rl/prompts"] for row in rows] == [8, 8, 4]
+    for name in ("rl/reward", "rl/reward/even", "rl/kl", "rl/entropy", "rl/mismatch_max", "rl/staleness_max"):
+        assert all(name in row for row in rows), name
+    assert all(row["rl/mismatch_mean"] < 1e-4 and row["rl/reward/errors"] == 0 for row in rows)
+    kept = load_experiences(whole / "rollouts" / "round-00000002.safetensors")
+    assert len(kept) == 16
+    assert {one.trajectory.version for one in kept} == {4}
+
+    interruption = Interruption()
+    config = load_grpo_config(place / "run.json", [f"out={parts}"])
+    stopped = run(config, also=[Stops(interruption, 2)], interruption=interruption)
+    assert (stopped.stopped, stopped.round, stopped.export) == ("SIGTERM", 1, None)
+    assert saved_steps(parts / "checkpoints") == [2]
+    resumed = run(config)
+    assert (resumed.resumed, resumed.round, resumed.version, resumed.stopped) == (2, 3, 6, None)
+    ours, theirs = (
+        AutoDecoder.from_pretrained(out / "export", dtype=torch.float32).state_dict() for out in (whole, parts)
+    )
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    timed = ("_s", "time", "mfu", "hfu", "gib")
+    again = [{name: value for name, value in row.items() if not name.endswith(timed)} for row in metrics(parts)]
+    assert again == [{name: value for name, value in row.items() if not name.endswith(timed)} for row in rows]
+
+    with pytest.raises(CheckpointRefused, match="algorithm was"):
+        run(load_grpo_config(place / "run.json", [f"out={parts}", "algorithm.name=dapo"]))
+
+
+def test_a_dry_run_tells_the_configuration_and_the_memory(place, tmp_path, capsys):
+    assert cli.main(["grpo", str(place / "run.json"), f"out={tmp_path / 'dry'}", "--dry-run", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["config"]["rollouts"]["n"] == 4
+    assert found["estimate"]["bytes"]["beside"] > 0
+    assert not (tmp_path / "dry").exists()
