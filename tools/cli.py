@@ -61,6 +61,17 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USAGE_ERROR, f"{self.prog}: error: {message}\n")
 
 
+class _Version(argparse.Action):
+    """Prints the version and exits; it is looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """See argparse.Action."""
+        from importlib.metadata import version
+
+        print(f"bestiary {version('bestiary')}")
+        parser.exit()
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the `bestiary` command; each subcommand stores its function as `run`."""
     parser = _Parser(
@@ -70,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(json=None)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     add_models(commands, _add_command)

@@ -33,7 +33,7 @@ def _run(code: str, *, cwd: Path, **env: str) -> subprocess.CompletedProcess[str
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """The wheel of the working tree, built in a copy so that the tree stays clean."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "THIRD_PARTY_NOTICES.md"):
         shutil.copy(ROOT / name, source / name)
     for portion in PORTIONS:
         shutil.copytree(ROOT / portion, source / portion, ignore=shutil.ignore_patterns("__pycache__"))
