@@ -126,17 +126,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     materials = out / "sbom.cdx.json"
     materials.write_text(json.dumps(bill(), indent=1) + "\n", encoding="utf-8")
-    sizes = {file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)} for file in (*files, materials)}
+    made = [(file, file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest()) for file in (*files, materials)]
+    sizes = {file.name: {"bytes": size, "sha256": digest} for file, size, digest in made}
     write_json(args.json, {"schema": "bestiary.release/1", "exit_code": 0, "files": sizes, **told})
     if args.json != "-":
-        for name, known in sizes.items():
-            print(f"{known['bytes']:>9,} bytes  {known['sha256'][:16]}  {args.out / name}")
+        for file, size, digest in made:
+            print(f"{size:>9,} bytes  {digest[:16]}  {args.out / file.name}")
         print(f"outside of the repository: verify-bridge qwen3 {told['verdict']}, levels {' '.join(told['levels'])}")
     return 0
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 if __name__ == "__main__":

@@ -56,13 +56,17 @@ def _requirement(text: str, extra: str, *, every: bool) -> Requirement | None:
     return None
 
 
+def _field(held: Distribution, name: str) -> str:
+    return held.metadata[name] if name in held.metadata else ""
+
+
 def licence(held: Distribution) -> str:
     """What a distribution's metadata says: an SPDX expression, a name, or "unknown"."""
-    said = held.metadata.get("License-Expression") or ""
+    said = _field(held, "License-Expression")
     classified = [
         line.rpartition(" :: ")[2] for line in held.metadata.get_all("Classifier") or () if _CLASSIFIER in line
     ]
-    named = (held.metadata.get("License") or "").strip()
+    named = _field(held, "License").strip()
     short = named if named and "\n" not in named and len(named) <= 60 else ""  # some put the whole text there
     return said or short or " and ".join(classified) or "unknown"
 
@@ -93,7 +97,7 @@ def bill(root: str = ROOT) -> dict[str, Any]:
 
 def _component(name: str, held: Distribution) -> dict[str, Any]:
     said = licence(held)
-    known = {"expression": said} if held.metadata.get("License-Expression") else {"license": {"name": said}}
+    known = {"expression": said} if _field(held, "License-Expression") else {"license": {"name": said}}
     return {
         "type": "library",
         "bom-ref": _purl(name, held),
