@@ -57,7 +57,7 @@ def _requirement(text: str, extra: str, *, every: bool) -> Requirement | None:
 
 
 def _field(held: Distribution, name: str) -> str:
-    return held.metadata[name] if name in held.metadata else ""
+    return (held.metadata.get_all(name) or [""])[0]
 
 
 def licence(held: Distribution) -> str:
