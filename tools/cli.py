@@ -15,6 +15,7 @@ from bestiary.tools.model_commands import add_models
 from bestiary.tools.plot_commands import add_plot
 from bestiary.tools.port.commands import add_port
 from bestiary.tools.rl_commands import add_rl
+from bestiary.tools.submit_commands import add_submit
 from bestiary.tools.train_commands import add_training
 
 DESCRIPTION = """\
@@ -30,6 +31,7 @@ examples:
   bestiary port new llama --plugin ./bestiary-llama  a new architecture; then port check, port status
   bestiary data inspect run.yaml --html data.html    what of your data is trained, and what is wrong with it
   bestiary sft run.yaml optim.lr=2e-5                supervised fine-tuning; goes on where it was stopped
+  bestiary submit run.yaml --nodes 2 --gpus-per-node 8   the same on a Ray cluster; then bestiary jobs
   bestiary plot runs/first runs/second               loss and speed of runs, compared
   bestiary doctor                                    what is missing here for which feature, and how to get it
 
@@ -50,7 +52,7 @@ examples:
 
 exit codes: 0 nothing that bestiary requires is missing or broken, 1 a check failed, 7 a required package is missing"""
 
-_GROUPS = ("port", "data", "models")  # commands that have commands
+_GROUPS = ("port", "data", "models", "jobs")  # commands that have commands
 
 
 class _Parser(argparse.ArgumentParser):
@@ -108,6 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_data(commands, _add_command)
     add_training(commands, _add_command)
     add_rl(commands, _add_command)
+    add_submit(commands, _add_command)
     add_plot(commands, _add_command)
     return parser
 

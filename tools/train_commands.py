@@ -63,6 +63,7 @@ def add_training(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
             type=at_least(1),
             help="in N actors of Ray (RAY_ADDRESS: a cluster; else this machine)",
         )
+        add_place(command)
         if name == "distill":
             command.add_argument(
                 "--store-teacher",
@@ -72,6 +73,23 @@ def add_training(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
                 "loss.options.top_k of each trained token (64), for runs without a teacher",
             )
         command.set_defaults(run=_run, store_teacher=None)
+
+
+def add_place(command: argparse.ArgumentParser) -> None:
+    """Adds the flags that say which part of a Ray cluster `--ray N` gets."""
+    command.add_argument(
+        "--nodes", metavar="K", type=at_least(1), help="with --ray: N/K of the actors on each of K nodes"
+    )
+    command.add_argument(
+        "--gpus",
+        metavar="0|1",
+        type=int,
+        choices=(0, 1),
+        help="with --ray: GPUs of each actor; default: if it has as many",
+    )
+    command.add_argument(
+        "--cores", metavar="C", type=at_least(1), default=1, help="with --ray: CPU cores of each actor"
+    )
 
 
 def _run(args: argparse.Namespace) -> dict[str, Any]:
@@ -91,9 +109,9 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     if args.ray is None:
         outcome = run(config, also=shown)
     else:
-        from bestiary.training.launch import launch
+        from bestiary.training.launch import Placement, launch
 
-        outcome = launch(config, args.ray, also=shown)
+        outcome = launch(config, Placement(args.ray, args.nodes, args.gpus, args.cores), also=shown)
     if not quiet:
         ended = f" ({outcome.stopped})" if outcome.stopped else ""
         print(f"step {outcome.step} of {outcome.steps}{ended} · {config.out}")

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -102,15 +103,44 @@ class _Events:
         self._add("close")
 
 
-def launch(config: RunConfig, processes: int, *, also: Sequence[Tracker] = ()) -> Outcome:
-    """`run(config)` in `processes` actors of Ray, one CPU core each and, where the cluster has as many, one GPU each.
+@dataclass(frozen=True)
+class Placement:
+    """Which part of a Ray cluster a run's processes get.
+
+    Attributes:
+        processes: of the whole run, an actor each.
+        nodes: as many of them on each of so many nodes; None: wherever there is room.
+        gpus: of each process, 0 or 1; None: 1 where the cluster has as many.
+        cores: CPU cores of each process, which are its threads.
+    """
+
+    processes: int
+    nodes: int | None = None
+    gpus: int | None = None
+    cores: int = 1
+
+    def __post_init__(self) -> None:
+        if self.nodes is not None and self.processes % self.nodes:
+            raise InvalidRun(
+                f"{self.processes} processes on {self.nodes} nodes, as many on each.",
+                remedy=f"a multiple of {self.nodes}",
+            )
+
+    @property
+    def per_node(self) -> int:
+        """Processes on each node; all of them where nodes do not matter."""
+        return self.processes // (self.nodes or 1)
+
+
+def launch(config: RunConfig, place: int | Placement, *, also: Sequence[Tracker] = ()) -> Outcome:
+    """`run(config)` in actors of Ray.
 
     A session of this process is used and left as it is; otherwise the cluster that RAY_ADDRESS names, or one on this
     machine that ends with the run. Actors print where they run and Ray shows it here; figures of steps come to `also`.
     SIGTERM or SIGINT here ends the run behind its step, with a checkpoint.
 
     Args:
-        also: trackers in this process.
+        place: of the processes, or how many there are.   also: trackers in this process.
     Returns:
         The outcome in the first process.
     Raises:
@@ -119,12 +149,14 @@ def launch(config: RunConfig, processes: int, *, also: Sequence[Tracker] = ()) -
         BestiaryError: what ended the run in the actor where it began.
     """
     ray = _ray()
-    with _session(ray, processes):
-        _check_room(ray, processes)
-        gpus = 1 if ray.cluster_resources().get("GPU", 0) >= processes else 0
+    place = Placement(place) if isinstance(place, int) else place
+    with _session(ray, place), _reserved(ray, place, config.loop.timeout_s) as (gpus, bundles):
         # Threads: figures are asked for, and a stop is told, while `run` runs.
-        actor = ray.remote(num_cpus=1, num_gpus=gpus, max_concurrency=2, max_restarts=0)(Member)
-        members = [actor.remote() for _ in range(processes)]
+        actor = ray.remote(num_cpus=place.cores, num_gpus=gpus, max_concurrency=2, max_restarts=0)(Member)
+        members = [
+            actor.options(scheduling_strategy=bundles[rank // place.per_node]).remote()
+            for rank in range(place.processes)
+        ]
         try:
             return _followed(ray, config, members, also)
         finally:
@@ -243,7 +275,7 @@ def _ray() -> Any:
 
 
 @contextmanager
-def _session(ray: Any, processes: int) -> Iterator[None]:
+def _session(ray: Any, place: Placement) -> Iterator[None]:
     """A session of Ray: this process's own, or one that ends here."""
     if ray.is_initialized():
         yield
@@ -252,7 +284,7 @@ def _session(ray: Any, processes: int) -> Iterator[None]:
     if "RAY_ADDRESS" in os.environ:
         ray.init()
     else:
-        ray.init(num_cpus=max(processes, os.cpu_count() or 1), include_dashboard=False)
+        ray.init(num_cpus=max(place.processes * place.cores, os.cpu_count() or 1), include_dashboard=False)
     try:
         yield
     finally:
@@ -262,10 +294,44 @@ def _session(ray: Any, processes: int) -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _check_room(ray: Any, processes: int) -> None:
-    cores = int(ray.cluster_resources().get("CPU", 0))
-    if cores < processes:
+@contextmanager
+def _reserved(ray: Any, place: Placement, patience_s: float) -> Iterator[tuple[int, list[Any]]]:
+    """GPUs of each process, and for each node's share of them where Ray may start it."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cores = int(sum(node.get("CPU", 0) for node in nodes))
+    here = sum(node.get("GPU", 0) for node in nodes)
+    gpus = int(here >= place.processes) if place.gpus is None else place.gpus
+    if cores < place.processes * place.cores:
         raise InvalidRun(
-            f"{processes} processes on Ray, which has {cores} CPU cores.",
+            f"{place.processes} processes on Ray, which has {cores} CPU cores.",
             remedy="as many processes as it has cores, or more nodes",
         )
+    if here < place.processes * gpus:
+        raise InvalidRun(
+            f"{place.processes} processes with a GPU each on Ray, which has {here:g} GPUs.",
+            remedy="as many processes as it has GPUs, or more nodes",
+        )
+    if place.nodes is None:
+        yield gpus, ["DEFAULT"]
+        return
+    needs = {"CPU": place.per_node * place.cores, "GPU": place.per_node * gpus}
+    fitting = [node for node in nodes if all(node.get(name, 0) >= need for name, need in needs.items())]
+    if len(fitting) < place.nodes:
+        raise InvalidRun(
+            f"{place.nodes} nodes with {needs['CPU']} CPU cores and {needs['GPU']} GPUs each, and Ray has "
+            f"{len(fitting)} such among its {len(nodes)}.",
+            remedy="fewer nodes or processes; `bestiary submit` without a cluster starts nodes on this machine",
+        )
+    group = ray.util.placement_group([needs] * place.nodes, strategy="STRICT_SPREAD")
+    try:
+        if not group.wait(patience_s):
+            raise InvalidRun(
+                f"{place.nodes} nodes with {needs['CPU']} CPU cores and {needs['GPU']} GPUs each were not free within "
+                f"loop.timeout_s = {patience_s:g} s.",
+                remedy="`ray status` shows what their cores and GPUs are given to",
+            )
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as strategy
+
+        yield gpus, [strategy(group, placement_group_bundle_index=index) for index in range(place.nodes)]
+    finally:
+        ray.util.remove_placement_group(group)

@@ -37,7 +37,16 @@ def build_mesh(
             "build_mesh() in a process that has joined no group.",
             remedy="start with torchrun and call torch.distributed.init_process_group first",
         )
-    world = dist.get_world_size()
+    shape = mesh_shape(dist.get_world_size(), replicate=replicate, shard=shard, tensor=tensor, expert=expert)
+    return init_device_mesh(device_type, shape, mesh_dim_names=DIMS)
+
+
+def mesh_shape(world: int, *, replicate: int, shard: int, tensor: int, expert: int) -> tuple[int, int, int, int]:
+    """Sizes of the dimensions that `build_mesh` gives to `world` processes.
+
+    Raises:
+        ParallelRefused: their product is not `world`.
+    """
     asked = {"replicate": replicate, "tensor": tensor, "expert": expert}
     sizes = " · ".join(f"{name} = {size}" for name, size in {**asked, "shard": shard}.items())
     for name, size in {**asked, "shard": shard}.items():
@@ -51,7 +60,7 @@ def build_mesh(
             + (f": {others} are not a divisor of it." if shard == -1 else f": the product is {others * shard}."),
             remedy="start as many processes as the product of the four, or lower one of them",
         )
-    return init_device_mesh(device_type, (replicate, left, expert, tensor), mesh_dim_names=DIMS)
+    return replicate, left, expert, tensor
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

@@ -41,6 +41,7 @@ from bestiary.training.memory import PeakMemory
 from bestiary.training.metrics import Throughput
 from bestiary.training.optim import Optimisers
 from bestiary.training.parallel import DataParallel, Precision, build_mesh, clip_grad_norm, data_parallel, parallelize
+from bestiary.training.parallel_mesh import mesh_shape
 from bestiary.training.peaks import device_peak
 from bestiary.training.processes import Processes, processes
 from bestiary.training.recipes.base import Recipe
@@ -276,6 +277,20 @@ def check_data(data: DataConfig, recipe: Recipe, ranks: int, *, answered: bool =
                 f"{place}.sources: {source.name} is of kind {source.kind!r}, and {recipe.name} trains on others.",
                 remedy=f"kind: one of {', '.join(sorted(kinds))}",
             )
+    _check_streams(data, ranks)
+
+
+def check_processes(config: RunConfig, processes: int) -> None:
+    """Refuse a number of processes that mesh and data cannot be shared among, before any of them is there.
+
+    Raises:
+        InvalidRun, ParallelRefused.
+    """
+    replicate, shard, expert, _ = mesh_shape(processes, **config.parallel.model_dump())
+    _check_streams(config.data, replicate * shard * expert)
+
+
+def _check_streams(data: DataConfig, ranks: int) -> None:
     if data.streams % ranks:
         raise InvalidRun(
             f"data.streams = {data.streams} packs a step over {ranks} processes with different data.",

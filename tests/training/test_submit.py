@@ -1,0 +1,247 @@
+"""`bestiary submit` and `bestiary jobs` on a cluster of two nodes, through Ray's Jobs API on loopback."""
+
+import json
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import ray.dashboard
+
+from bestiary.tools import cli, submit_commands
+from bestiary.training import jobs as jobs_module
+from bestiary.training.config import load_run_config
+from bestiary.training.errors import InvalidRun
+from bestiary.training.jobs import ENDED, Job, Jobs, Submission, local_cluster
+from bestiary.training.launch import Placement
+from bestiary.training.run import run
+
+from .test_run import figures
+from .test_run import place as place  # the fixture
+
+STEPS = 6
+# A callback that travels with the job: it notes where each process stands, and where asked to, waits to be stopped.
+MODULE = """
+import os, pathlib, time
+import ray
+
+class Watch:
+    def on_step(self, trainer, values):
+        folder, rank = pathlib.Path(os.environ["NOTES"]), os.environ["RANK"]
+        (folder / f"node-{rank}").write_text(ray.get_runtime_context().get_node_id())
+        if "HOLD" in os.environ and trainer.progress.step == 3:
+            print("holding at step 3", flush=True)
+            while trainer.interruption.by is None:
+                time.sleep(0.05)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with local_cluster(2, 2) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def watch(place):
+    (place / "watching.py").write_text(MODULE)
+    return place / "watching.py"
+
+
+def submitted(place, watch, out, address, *more):
+    """The command line of a run in two processes, one a node."""
+    out.mkdir(exist_ok=True)
+    given = ["precision.parameters=float64", "loop.timeout_s=60", "loop.callbacks=[watching:Watch]", f"out={out}"]
+    where = ["--recipe", "sft", "--address", address, "--nodes", "2", "--module", str(watch)]
+    return [
+        "submit",
+        str(place / "run.json"),
+        *given,
+        *where,
+        "--env",
+        f"NOTES={out}",
+        "--env",
+        "PYTHONSAFEPATH=1",
+        *more,
+    ]
+
+
+def until(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_two_nodes_train_as_one_process_does_and_a_stopped_job_goes_on_bit_for_bit(
+    place, watch, tmp_path, cluster, capfd
+):
+    run(load_run_config(place / "run.json", ["precision.parameters=float64", f"out={tmp_path / 'one'}"], recipe="sft"))
+    capfd.readouterr()
+    assert cli.main(submitted(place, watch, tmp_path / "two", cluster, "--json", str(tmp_path / "two.json"))) == 0
+    shown = capfd.readouterr().out
+    assert f"step {STEPS}/{STEPS}" in shown, shown
+    assert len({(tmp_path / "two" / f"node-{rank}").read_text() for rank in range(2)}) == 2
+    whole, one = figures(tmp_path / "two"), figures(tmp_path / "one")
+    for found, expected in zip(whole, one, strict=True):
+        assert found == pytest.approx(expected, rel=1e-9)
+    told = json.loads((tmp_path / "two.json").read_text())
+    assert (told["status"], told["exit_code"], told["step"]) == ("succeeded", 0, STEPS)
+
+    out, jobs = tmp_path / "stopped", Jobs(cluster)
+    assert cli.main(submitted(place, watch, out, cluster, "--env", "HOLD=1", "--detach")) == 0
+    identity = jobs.find(out).id
+    until(lambda: "holding at step 3" in jobs.logs(identity) or jobs.find(identity).status in ENDED)
+    with pytest.raises(InvalidRun, match="is in the hands of") as refused:
+        jobs.submit(Submission("sft", {}, out, Placement(2, 2)))
+    assert identity in refused.value.remedy
+    capfd.readouterr()
+    assert cli.main(["jobs", "stop", str(out), "--address", cluster]) == 0
+    assert "· sft · stopped ·" in capfd.readouterr().out
+    found = figures(out)
+    assert 3 <= found[-1]["step"] < STEPS
+    assert found == [row for row in whole if row["step"] <= found[-1]["step"]]
+    assert cli.main(submitted(place, watch, out, cluster)) == 0
+    assert figures(out) == whole
+
+    capfd.readouterr()
+    assert cli.main(["jobs", "list", "--address", cluster]) == 0
+    assert [line.split(" · ")[2] for line in capfd.readouterr().out.splitlines()] == [
+        "succeeded",
+        "stopped",
+        "succeeded",
+    ]
+    assert cli.main(["jobs", "logs", identity, "--address", cluster]) == 0
+    assert "holding at step 3" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nodes", "processes", "words"),
+    [
+        (3, 3, "3 nodes with 1 CPU cores .* 2 of the cluster's 2"),
+        (2, 6, "2 nodes with 3 CPU cores .* 0 of the cluster's 2"),
+    ],
+)
+def test_what_the_cluster_has_no_room_for_is_refused_before_it_is_submitted(cluster, tmp_path, nodes, processes, words):
+    with pytest.raises(InvalidRun, match=words):
+        Jobs(cluster).submit(Submission("sft", {}, tmp_path, Placement(processes, nodes)))
+    assert not [job for job in Jobs(cluster).listed() if job.out == str(tmp_path)]
+
+
+@pytest.mark.slow
+def test_a_job_that_is_not_there_is_named_with_those_that_are(cluster):
+    with pytest.raises(InvalidRun, match="no job 'nobody'"):
+        Jobs(cluster).find("nobody")
+
+
+# ---------------------------------------------------------------------- without a cluster
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "words"),
+    [
+        (["optim.lr=fast"], [], "optim.lr = 'fast'"),
+        (["recipe=dpo"], ["--recipe", "sft"], "recipe = 'dpo' and the command is sft"),
+        ([], ["--recipe", "sft", "--processes-per-node", "3"], "data.streams = 2 packs a step over 3 processes"),
+        (["parallel.tensor=2"], ["--recipe", "sft"], "does not fill 1 process"),
+        ([], [], "the file names no recipe"),
+        (["recipe=mine"], [], "has recipe = 'mine'"),
+        ([], ["--recipe", "sft", "--detach"], "--detach without a cluster's address"),
+        ([], ["--recipe", "sft", "--env", "NAME"], "--env 'NAME' has no value"),
+    ],
+)
+def test_a_wrong_run_is_found_before_anything_is_started(place, monkeypatch, capsys, changes, options, words):
+    for name in jobs_module.ADDRESSES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(jobs_module, "local_cluster", lambda *_: pytest.fail("a cluster was started"))
+    file = str(place / "run.json")
+    recipe = ["recipe=sft"] if changes == ["optim.lr=fast"] else []
+    assert cli.main(["submit", file, *recipe, *changes, f"out={place / 'none'}", *options]) == 7
+    assert words in capsys.readouterr().err
+
+
+def test_a_cluster_that_does_not_answer_is_named_with_ways_to_one(monkeypatch):
+    with pytest.raises(InvalidRun, match=r"answers at http://127\.0\.0\.1:9") as caught:
+        Jobs("http://127.0.0.1:9")
+    assert "ray start --head" in caught.value.remedy
+    assert "RAY_ADDRESS" in caught.value.remedy
+
+
+def test_jobs_without_a_cluster_ask_for_one(monkeypatch, capsys):
+    for name in jobs_module.ADDRESSES:
+        monkeypatch.delenv(name, raising=False)
+    assert cli.main(["jobs", "list"]) == 7
+    assert "no Ray cluster is named" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["ray", "ray.dashboard.optional_deps"])
+def test_a_missing_ray_or_dashboard_is_named_with_its_extra(monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    if missing == "ray":
+        monkeypatch.setitem(sys.modules, "ray.job_submission", None)
+    else:
+        monkeypatch.delattr(ray.dashboard, "optional_deps", raising=False)
+    with pytest.raises(InvalidRun, match=r"not installed|without its dashboard") as caught:
+        jobs_module.jobs_sdk()
+    assert "bestiary[ray]" in caught.value.remedy
+
+
+def test_modules_too_large_to_travel_are_refused_with_the_largest_file(tmp_path, monkeypatch):
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "code.py").write_text("x = 1\n")
+    (package / "weights.bin").write_bytes(bytes(3 * 2**20))
+    monkeypatch.setattr(jobs_module, "MODULES_MIB", 2)
+    target = tmp_path / "packed"
+    target.mkdir()
+    run = Submission("sft", {"recipe": "sft"}, tmp_path, Placement(1), modules=[package])
+    with pytest.raises(InvalidRun, match=r"weights\.bin"):
+        jobs_module._pack(target, run)
+    (package / "weights.bin").unlink()
+    jobs_module._pack(target, run)
+    assert sorted(path.relative_to(target).as_posix() for path in target.rglob("*.*")) == ["mine/code.py", "run.json"]
+
+
+def test_a_signal_stops_the_job_of_this_machine_s_cluster_and_leaves_any_other(monkeypatch):
+    """The job ends once it is stopped; the other one is left as it runs."""
+    for stops in (True, False):
+        jobs, stopped = Jobs.__new__(Jobs), []
+
+        def details(identity, stopped=stopped):
+            return SimpleNamespace(status="stopped" if stopped else "running")
+
+        async def tail(identity, write, details=details):
+            import asyncio
+
+            os.kill(os.getpid(), 15)
+            while (job := details(identity)).status not in ENDED:
+                await asyncio.sleep(0.01)
+            return job
+
+        monkeypatch.setattr(jobs, "_details", details)
+        monkeypatch.setattr(jobs, "_tail", tail)
+        monkeypatch.setattr(jobs, "stop", stopped.append)
+        job = jobs.follow("it", print, stops=stops)
+        assert (job.status, stopped) == (("stopped", ["it"]) if stops else ("running", []))
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"), [("succeeded", 0, 0), ("stopped", None, 0), ("failed", 4, 4), ("failed", None, 7)]
+)
+def test_the_exit_code_is_that_of_the_command_in_the_job(tmp_path, capsys, status, code, expected):
+    """One that did not start is an error of the environment, shown in the cluster's words."""
+    job = Job("it", "sft", str(tmp_path), status, code, "no such file", None, None)
+    jobs = SimpleNamespace(address="there", follow=lambda *_, **__: job)
+    assert submit_commands._followed(jobs, "it", quiet=False)["exit_code"] == expected
+    assert ("no such file" in capsys.readouterr().out) == (status == "failed" and code is None)
+
+
+def test_a_command_of_its_own_class_of_configuration_is_submitted_too(tmp_path, monkeypatch):
+    """What runs is looked up by the file's `recipe`: a command brings how its file is checked."""
+    monkeypatch.setitem(submit_commands.COMMANDS, "mine", submit_commands.Command(lambda *_: None, lambda *_: None))
+    file = tmp_path / "run.yaml"
+    file.write_text("recipe: mine\n")
+    assert submit_commands._recipe(file, []) == "mine"
