@@ -52,6 +52,10 @@ trains in the folder."""
 # ---------------------------------------------------------------------- what can be submitted
 
 
+class NotSubmitted(BestiaryError):
+    """A run that names nothing to run, or a cluster that nobody named."""
+
+
 @dataclass(frozen=True)
 class Command:
     """A command of `bestiary` that runs as a job: it takes CONFIG, `--ray`, `--nodes`, `--gpus` and `--cores`.
@@ -59,10 +63,12 @@ class Command:
     Attributes:
         load: checks (file, changes, name of the command), returns its configuration, which has `out`.
         check: refuses what this many processes cannot do with it.
+        alone: it takes CONFIG alone, and is one process.
     """
 
     load: Callable[[Path, Sequence[str], str], Any]
     check: Callable[[Any, int], None]
+    alone: bool = False
 
 
 def _load(file: Path, changes: Sequence[str], name: str) -> Any:
@@ -77,7 +83,18 @@ def _check(config: Any, processes: int) -> None:
     check_processes(config, processes)
 
 
-COMMANDS = dict.fromkeys(RECIPES, Command(_load, _check))
+def _load_grpo(file: Path, changes: Sequence[str], name: str) -> Any:
+    from bestiary.training.rl.config import load_grpo_config
+
+    return load_grpo_config(file, changes)
+
+
+def _check_alone(config: Any, processes: int) -> None:
+    if processes > 1:
+        raise NotSubmitted(f"{config.recipe} in {processes} processes.", remedy="--nodes 1 and one process on it")
+
+
+COMMANDS = dict.fromkeys(RECIPES, Command(_load, _check)) | {"grpo": Command(_load_grpo, _check_alone, alone=True)}
 
 
 # ---------------------------------------------------------------------- bestiary submit
@@ -135,10 +152,6 @@ def add_submit(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> No
         action.set_defaults(run=run)
 
 
-class NotSubmitted(BestiaryError):
-    """A run that names nothing to run, or a cluster that nobody named."""
-
-
 def _submit(args: argparse.Namespace) -> dict[str, Any]:
     from bestiary.training.jobs import Jobs, Submission, jobs_sdk, local_cluster
     from bestiary.training.launch import Placement
@@ -158,6 +171,7 @@ def _submit(args: argparse.Namespace) -> dict[str, Any]:
         place=place,
         modules=args.module,
         environment=_variables(args.env),
+        alone=command.alone,
     )
     quiet = args.json == "-"
     address = _given(args.address)

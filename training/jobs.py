@@ -46,6 +46,7 @@ class Submission:
         modules: files and folders that the configuration names by `module:name`; every process can import them.
         environment: of every process.
         stop_s: what a stopped run is given for its step and checkpoint before it is killed.
+        alone: the command knows nothing of actors and trains in the one process of the job, on the cluster's head.
     """
 
     command: str
@@ -55,6 +56,7 @@ class Submission:
     modules: Sequence[Path] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     stop_s: float = 600.0
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,8 @@ class Jobs:
                         "env_vars": {**run.environment, "RAY_JOB_STOP_WAIT_TIME_S": str(int(run.stop_s))},
                     },
                     metadata={_COMMAND: run.command, _OUT: str(run.out)},
+                    entrypoint_num_cpus=run.place.cores if run.alone else 0,
+                    entrypoint_num_gpus=(run.place.gpus or 0) if run.alone else 0,
                 )
 
     def _started(self, **job: Any) -> str:
@@ -341,8 +345,10 @@ def _entry(run: Submission) -> str:
     It works in the folder that it was submitted from, where the cluster has it, and in this Python, where it has that.
     """
     place = run.place
-    options = ["--ray", place.processes, "--nodes", place.nodes or 1, "--cores", place.cores]
-    options += [] if place.gpus is None else ["--gpus", place.gpus]
+    options: list[str | int] = []
+    if not run.alone:
+        options = ["--ray", place.processes, "--nodes", place.nodes or 1, "--cores", place.cores]
+        options += [] if place.gpus is None else ["--gpus", place.gpus]
     python, folder = shlex.quote(sys.executable), shlex.quote(str(Path.cwd()))
     command = shlex.join(["-P", "-m", "bestiary.tools.cli", run.command])
     return (

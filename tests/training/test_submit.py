@@ -239,9 +239,25 @@ def test_the_exit_code_is_that_of_the_command_in_the_job(tmp_path, capsys, statu
     assert ("no such file" in capsys.readouterr().out) == (status == "failed" and code is None)
 
 
-def test_a_command_of_its_own_class_of_configuration_is_submitted_too(tmp_path, monkeypatch):
-    """What runs is looked up by the file's `recipe`: a command brings how its file is checked."""
-    monkeypatch.setitem(submit_commands.COMMANDS, "mine", submit_commands.Command(lambda *_: None, lambda *_: None))
-    file = tmp_path / "run.yaml"
-    file.write_text("recipe: mine\n")
-    assert submit_commands._recipe(file, []) == "mine"
+def test_a_command_that_is_one_process_is_submitted_without_actors(tmp_path, capsys):
+    """`grpo` takes its file alone; more processes than it has are refused before anything starts."""
+    content = {
+        "recipe": "grpo",
+        "model": {"src": "model"},
+        "data": {
+            "tokenizer": {"src": "model"},
+            "sources": [{"name": "sums", "files": "sums.jsonl", "kind": "prompt"}],
+        },
+        "rewards": {"functions": [{"name": "right", "function": "my_rewards:right"}]},
+        "loop": {"steps": 1},
+        "out": str(tmp_path / "out"),
+    }
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(content))
+    assert cli.main(["submit", str(file), "--nodes", "2"]) == 7
+    assert "grpo in 2 processes" in capsys.readouterr().err
+    command = submit_commands.COMMANDS["grpo"]
+    config = command.load(file, [], "grpo")
+    assert config.data.sources[0].files == str(tmp_path / "sums.jsonl")
+    run_ = Submission("grpo", config.model_dump(mode="json"), config.out, Placement(1, 1), alone=command.alone)
+    assert jobs_module._entry(run_).endswith('grpo "$config" ')
