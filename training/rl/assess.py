@@ -63,7 +63,8 @@ def assess(
     if not experiences:
         raise InvalidRun("no answers to assess.", remedy="prompts that are not all refused")
     trajectories = [one.trajectory for one in experiences]
-    names = sorted({name for one in trajectories for name in one.rewards})
+    # Episodes that errors of their environments ended have no rewards, not even by name.
+    names = sorted({name for one in trajectories for name in one.rewards} or (weights or ()))
     if weights is not None and set(weights) != set(names):
         raise InvalidRun(
             f"weights of {sorted(weights)} for rewards of {names}.", remedy="a weight for each reward function"

@@ -165,22 +165,47 @@ class RewardsSection(Section):
         return self
 
 
+class ToolsSection(Section):
+    """Tools that the policy calls in a conversation, see `tools.Tools`; its chat template says how.
+
+    Attributes:
+        functions: module:name each.   calls: in a conversation, at most.
+        timeout_s: of a call.   processes: of each function.   fresh: a process for each call.
+    """
+
+    functions: Annotated[tuple[str, ...], Field(min_length=1)]
+    calls: Count = 64
+    timeout_s: Positive = 10.0
+    processes: Count = 4
+    fresh: bool = False
+
+
 class EnvironmentSection(Section):
     """The world that answers the policy; without the section an episode is one answer.
 
     Attributes:
         name: module:name of what makes an `environments.Environment`.   options: given to it, by name.
+        tools: in place of a name.
         threads, timeout_s, max_turns: as `episodes.Episodes`.
         max_errors: share of the last `window` episodes that errors of their environment may end.
     """
 
-    name: str
+    name: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
+    tools: ToolsSection | None = None
     threads: Count = 8
     timeout_s: Positive = 60.0
     max_turns: Count = 64
     max_errors: Share = 0.05
     window: Count = 256
+
+    @model_validator(mode="after")
+    def _one(self) -> EnvironmentSection:
+        if (self.name is None) == (self.tools is None):
+            raise ValueError("name, of an environment, or tools, to be called: one of both")
+        if self.options and self.name is None:
+            raise ValueError("options are of name; leave them out")
+        return self
 
 
 class RoundsSection(Section):

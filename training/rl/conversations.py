@@ -74,6 +74,9 @@ class Conversation:
         tokenizer: with a chat template.
         partner: of this conversation.
         read: an answer's text, without its stop token, to a message; None: as the chat template writes messages.
+
+    Attributes:
+        tools: described to the policy.
     """
 
     def __init__(
@@ -83,14 +86,14 @@ class Conversation:
         *,
         read: Callable[[str, Sequence[Tool]], Read] | None = None,
     ) -> None:
-        self._tokenizer, self._partner = tokenizer, partner
+        self._tokenizer, self._partner, self.tools = tokenizer, partner, partner.tools
         self._read = CallForm.of(tokenizer.chat).read if read is None else read
         self._rollout: Rollout | None = None
 
     def reset(self, prompt: Prompt, *, seed: int) -> Sequence[int]:
         """See `Environment`."""
         messages = self._partner.begin(prompt, seed=seed)
-        self._rollout = Rollout(self._tokenizer, messages, list(self._partner.tools) or None)
+        self._rollout = Rollout(self._tokenizer, messages, list(self.tools) or None)
         ids: list[int] = self._rollout.ids.tolist()
         return ids
 
@@ -99,7 +102,7 @@ class Conversation:
         rollout = self._rollout
         assert rollout is not None
         ends = bool(said.ids) and said.ids[-1] in self._tokenizer.stop_ids
-        read = self._read(self._tokenizer.decode(said.ids[:-1] if ends else said.ids), self._partner.tools)
+        read = self._read(self._tokenizer.decode(said.ids[:-1] if ends else said.ids), self.tools)
         reply = self._partner.reply(read, said)
         if said.finish == "length" or not reply.messages:
             return Heard(done=True, rewards=reply.rewards, extra=reply.extra)

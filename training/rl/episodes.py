@@ -200,7 +200,7 @@ class Episodes:
         """Those that are asked together: the oldest, and those sampled like it."""
         self._waiting.sort(key=lambda one: one.order)
         wanted = self._wanted(self._waiting[0])
-        alike = [one for one in self._waiting if self._wanted(one) == wanted][: self._batch]
+        alike = [one for one in self._waiting if _alike(self._wanted(one), wanted)][: self._batch]
         chosen = set(map(id, alike))
         self._waiting = [one for one in self._waiting if id(one) not in chosen]
         return alike, wanted
@@ -426,6 +426,11 @@ def _check_answers(found: Sequence[Rollout], asked: Sequence[_Episode]) -> None:
             sample=episode.sample,
             temperature=episode.sampling.temperature,
         )
+
+
+def _alike(one: Sampling, other: Sampling) -> bool:
+    """Whether they say the same; what equality of constraints means, or costs, is theirs to know."""
+    return one.constraint is other.constraint and replace(one, constraint=None) == replace(other, constraint=None)
 
 
 def _closing_on_error(episode: _Episode, work: Callable[[], Heard]) -> Heard:

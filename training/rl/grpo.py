@@ -35,6 +35,7 @@ from bestiary.training.peaks import device_peak
 from bestiary.training.processes import Processes, processes
 from bestiary.training.rl.config import GrpoConfig, RewardSection
 from bestiary.training.rl.controller import Controller, Roles, Rounds
+from bestiary.training.rl.conversations import ToolEnvironments
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.environments import EnvironmentFactory
 from bestiary.training.rl.episodes import Episodes
@@ -46,6 +47,7 @@ from bestiary.training.rl.rewards import Chained, Rewards
 from bestiary.training.rl.roles import Frozen, Scorer
 from bestiary.training.rl.rollout import Constraint, RolloutEngine, Sampling
 from bestiary.training.rl.rollout_check import computed_in
+from bestiary.training.rl.tools import Tools
 from bestiary.training.run import (
     CHECKPOINTS,
     EXPORT,
@@ -349,9 +351,14 @@ def sampler_of(config: GrpoConfig, engine: RolloutEngine, context: int) -> Episo
 def environment_of(config: GrpoConfig) -> EnvironmentFactory | None:
     """What makes the world of one episode; None: there is none."""
     section = config.environment
-    return (
-        None if section is None else partial(component(section.name, "environment.name", InvalidRun), **section.options)
-    )
+    if section is None:
+        return None
+    if section.tools is not None:
+        given = section.tools
+        tools = Tools(given.functions, timeout_s=given.timeout_s, processes=given.processes, fresh=given.fresh)
+        return ToolEnvironments(config.data.tokenizer.load(), tools, calls=given.calls)
+    assert section.name is not None
+    return partial(component(section.name, "environment.name", InvalidRun), **section.options)
 
 
 def scorer_of(config: GrpoConfig, tokenizer: BaseHFModelTokenizer, device: torch.device, stack: ExitStack) -> Scorer:

@@ -11,9 +11,9 @@ from bestiary.models import AutoDecoder, Qwen3
 from bestiary.tools import cli
 from bestiary.training.checkpoint import saved_steps
 from bestiary.training.control import Interruption
-from bestiary.training.errors import CheckpointRefused
+from bestiary.training.errors import CheckpointRefused, EnvironmentFailed, InvalidRun
 from bestiary.training.rl.config import load_grpo_config
-from bestiary.training.rl.grpo import run
+from bestiary.training.rl.grpo import environment_of, run
 from bestiary.training.rl.records import load_experiences
 
 from ...models.tiny import tiny_config
@@ -21,9 +21,30 @@ from ..data.conftest import folder
 
 VOCABULARY = 49152
 REWARDS = """
+from bestiary.training.rl.environments import Heard
+
 def even(answers):
     assert all(one.row["sum"] == 2 * one.row["place"] and one.text is not None for one in answers)
     return [sum(word % 2 == 0 for word in one.ids) / len(one.ids) for one in answers]
+
+class World:
+    def __init__(self, turns):
+        self.turns = turns
+
+    def reset(self, prompt, *, seed):
+        self.place = prompt.row["place"]
+        return prompt.ids
+
+    def step(self, said):
+        if self.place % 3 == 0:
+            raise OSError("the world ended")
+        return Heard(ids=(5, 6), done=said.turn + 1 == self.turns, rewards={"paid": said.ids[0] % 7 / 10})
+
+    def close(self):
+        pass
+
+def shout(text: str) -> str:
+    return text.upper()
 """
 
 
@@ -116,6 +137,37 @@ def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(place, tmp_pa
 
     with pytest.raises(CheckpointRefused, match="algorithm was"):
         run(load_grpo_config(place / "run.json", [f"out={parts}", "algorithm.name=dapo"]))
+
+
+def test_episodes_that_their_world_ended_are_not_trained_and_too_many_end_the_run(place, tmp_path):
+    given = [
+        f"out={tmp_path}", "environment.name=evenness:World", "environment.options={turns: 2}", "loop.steps=2",
+        "loop.prompts=4", "loop.updates=1", "rollouts.n=2", "rollouts.keep=true", "rewards.functions=[{name: paid}]",
+        "checkpoint.export=false", "algorithm.options={}",
+    ]  # fmt: skip
+    with pytest.raises(EnvironmentFailed, match="OSError: the world ended"):
+        run(load_grpo_config(place / "run.json", [*given, "environment.max_errors=0"]))
+    outcome = run(load_grpo_config(place / "run.json", [*given, "environment.max_errors=0.2"]))
+    assert (outcome.round, outcome.stopped) == (2, None)
+    kept = [
+        one
+        for number in range(2)
+        for one in load_experiences(tmp_path / "rollouts" / f"round-{number:08d}.safetensors")
+    ]
+    assert len(kept) == 16
+    ended = [one for one in kept if one.trajectory.extra["row"]["place"] % 3 == 0]
+    assert 0 < len(ended) < 16
+    for one in kept:
+        assert one.trained == (one not in ended)
+        assert one.trajectory.rewards.get("paid") is None if one in ended else one.trajectory.extra["turns"] == 2
+
+
+def test_tools_of_a_run_are_named_in_its_file(place):
+    config = load_grpo_config(place / "run.json", ["out=x", "environment.tools={functions: [evenness:shout]}"])
+    conversation = environment_of(config)()
+    assert [tool["function"]["name"] for tool in conversation.tools] == ["shout"]
+    with pytest.raises(InvalidRun, match=r"environment.*name, of an environment, or tools"):
+        load_grpo_config(place / "run.json", ["out=x", "environment={threads: 2}"])
 
 
 def test_a_dry_run_tells_the_configuration_and_the_memory(place, tmp_path, capsys):

@@ -167,6 +167,24 @@ def test_answers_without_a_reward_or_cut_off_or_of_equal_groups_are_not_trained(
     assert (figures["unscored"], figures["equal_groups"]) == (pytest.approx(1 / 6), 0.5)
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("every", [True, False])
+def test_episodes_that_ended_without_a_word_or_a_reward_train_nothing(name, every):
+    """As an error of their environment leaves them; all of a step, or some."""
+    given = experiences(rewards={"right": 1.0})
+    given[1] = Experience.of(trajectory(1, rewards={"right": 0.0}))
+    for place in range(len(given) if every else 1):
+        lost = trajectory(place, rewards={})
+        nothing = np.zeros(len(lost))
+        given[place] = Experience.of(replace(lost, sampled=nothing.astype(bool), rollout_log_probs=nothing))
+    given = [replace(one, reference_log_probs=one.trajectory.rollout_log_probs) for one in given]
+    for weights in (None, {"right": 2.0}):
+        made, figures = assess(given, ALGORITHMS[name], weights=weights)
+        assert [one.trains for one in made][: 1 if not every else None] == [False] * (len(made) if every else 1)
+        assert every or made[2].trains
+        assert figures["unscored"] == pytest.approx(1.0 if every else 1 / 6)
+
+
 def test_long_answers_are_punished_beside_their_rewards():
     plain, _ = assess(experiences(), named("dr_grpo"))
     punished, figures = assess(experiences(), named("dr_grpo"), overlong=Overlong(max_tokens=8, cache=4))

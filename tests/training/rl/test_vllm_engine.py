@@ -18,9 +18,11 @@ from bestiary.training.errors import InvalidRun
 from bestiary.training.integrations.needs import MissingLibrary
 from bestiary.training.rl import rollout_check, vllm_engine
 from bestiary.training.rl.embedded import EmbeddedEngine
+from bestiary.training.rl.episodes import Episodes
+from bestiary.training.rl.roles import Prompt
 from bestiary.training.rl.rollout import Sampling
 from bestiary.training.rl.rollout_check import Retokenised, StaleWeights, WrongTemperature, check_rollouts
-from bestiary.training.rl.vllm_engine import VllmEngine
+from bestiary.training.rl.vllm_engine import EngineFailed, VllmEngine
 from bestiary.training.rl.weight_sync import Answered, SyncFailed, sync, told_apart
 from bestiary.verify.weights import perturb
 
@@ -293,6 +295,34 @@ def test_without_vllm_one_error_says_how_to_install_it(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MissingLibrary, match=r"(?s)vllm is not installed.*pip install"):
         VllmEngine(folder)
+
+
+def test_a_sampler_has_the_engine_in_its_thread_and_asks_again_for_what_it_gave_up(engine, policy, monkeypatch):
+    sync(policy, engine, 5)
+    prompts = [Prompt(prompt_id=f"p{n}", ids=tuple(ids)) for n, ids in enumerate(PROMPTS)]
+    episodes = Episodes(engine, context=64)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._llm, "generate", lambda *_, **__: refuse("the engine core died"))
+            episodes.put(prompts, SAMPLING)
+            with pytest.raises(EngineFailed, match="the engine core died"):
+                episodes.take(3)
+            assert episodes.in_flight == ("p0", "p1", "p2")
+        episodes.resume()
+        groups = {group[0].prompt_id: group for group in episodes.take(3)}
+    finally:
+        monkeypatch.setattr(engine, "close", lambda: None)
+        episodes.close()
+    for prompt in prompts:
+        for one in groups[prompt.prompt_id]:
+            key = (SAMPLING.seed, prompt.prompt_id, one.sample, 0)
+            (alone,) = engine.generate([prompt.ids], replace(SAMPLING, n=1, seed=0), keys=[key])
+            assert one.ids.tolist() == [*prompt.ids, *alone.ids.tolist()]
+            assert (one.version, one.finish) == (5, alone.finish)
+
+
+def refuse(told):
+    raise RuntimeError(told)
 
 
 def randomness():
