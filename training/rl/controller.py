@@ -46,6 +46,7 @@ from bestiary.training.loop import Log
 from bestiary.training.rl.algorithms import Algorithm
 from bestiary.training.rl.assess import Overlong, assess
 from bestiary.training.rl.ledger import Ledger
+from bestiary.training.rl.played import played
 from bestiary.training.rl.records import Experience, RecordsRefused, Trajectory, save
 from bestiary.training.rl.roles import Frozen, Policy, Prompt, Restarts, Sampler, Scorer
 from bestiary.training.rl.rollout import Sampling
@@ -366,6 +367,7 @@ class Controller:
         self._lost.clear()
         state = self._boundary = self._state()
         more = {"rl/prompts": float(len(names)), "rl/answers": float(len(trajectories))}
+        more |= {f"rl/{name}": value for name, value in played(trajectories).items()}
         self.values = figures | more | {"time": state["seconds"]}
         if policy.version > self._logged:
             self._logged = policy.version

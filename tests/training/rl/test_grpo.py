@@ -155,8 +155,10 @@ def test_episodes_that_their_world_ended_are_not_trained_and_too_many_end_the_ru
         for one in load_experiences(tmp_path / "rollouts" / f"round-{number:08d}.safetensors")
     ]
     assert len(kept) == 16
+    assert all(row["rl/turns"] <= 2 and row["rl/environment_s"] > 0 for row in metrics(tmp_path))
     ended = [one for one in kept if one.trajectory.extra["row"]["place"] % 3 == 0]
     assert 0 < len(ended) < 16
+    assert sum(row["rl/environment_errors"] for row in metrics(tmp_path)) == len(ended)
     for one in kept:
         assert one.trained == (one not in ended)
         assert one.trajectory.rewards.get("paid") is None if one in ended else one.trajectory.extra["turns"] == 2

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bestiary.models import Qwen3
 from bestiary.models.config import HeadKind
 from bestiary.training.errors import InvalidRun, RewardFailed
 from bestiary.training.rl import judges
@@ -26,7 +27,8 @@ from bestiary.training.rl.reward_model import RewardModel
 from bestiary.training.rl.rewards import Chained, Rewards, answer_of
 from bestiary.training.rl.verdicts import Failure
 
-from ...models.tiny import tiny
+from ...models.tiny import tiny, tiny_config
+from ..data.conftest import load
 
 FUNCTIONS = """
 import os, time
@@ -383,6 +385,28 @@ def test_a_reward_model_gives_each_conversation_the_score_of_its_last_token():
         with torch.no_grad():
             alone = model(torch.from_numpy(one.ids[None].astype(np.int64))).scores
         assert one.rewards["liked"] == pytest.approx(alone.item(), rel=1e-9)
+
+
+def published(**changes):
+    """Of a config that transformers has too."""
+    config = tiny_config("qwen3", hidden_size=16, intermediate_size=24, **changes)
+    config = config.with_(attention=replace(config.attention, scale=config.attention.head_dim**-0.5))
+    return Qwen3(config, dtype=torch.float32)
+
+
+def test_a_reward_model_is_read_with_its_head_and_takes_the_policys_ids_alone(tmp_path):
+    policy = load("smollm")
+    model = published(head=HeadKind.SCORE, num_labels=1, vocab_size=len(policy))
+    policy.hf.save_pretrained(model.save_pretrained(tmp_path / "reward"))
+    scorer = RewardModel.from_pretrained(tmp_path / "reward", policy, name="liked")
+    given = trajectory(ids=policy.encode_text("Well said.").tolist())
+    assert scorer.score([given])[0].rewards == RewardModel(model, name="liked").score([given])[0].rewards
+    with pytest.raises(InvalidRun, match="another tokenizer than the policy"):
+        RewardModel.from_pretrained(tmp_path / "reward", load("qwen3"))
+    language = published(vocab_size=len(policy))
+    policy.hf.save_pretrained(language.save_pretrained(tmp_path / "language"))
+    with pytest.raises(InvalidRun, match="head = lm"):
+        RewardModel.from_pretrained(tmp_path / "language", policy)
 
 
 def test_a_reward_model_counts_what_it_cannot_judge_and_refuses_a_language_model():
