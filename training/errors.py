@@ -65,6 +65,10 @@ class RoleLost(BestiaryError):
         super().__init__(what, read_from=read_from, remedy=remedy)
 
 
+class ClusterLost(BestiaryError):
+    """The head of the Ray cluster is gone, and with it whoever worked for the run."""
+
+
 class RewardFailed(BestiaryError):
     """Reward functions raised, hung or gave no number more often than the run allows.
 

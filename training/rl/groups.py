@@ -32,9 +32,10 @@ from typing import Any
 
 from bestiary.kernels.errors import BestiaryError
 from bestiary.training.control import named_failures
-from bestiary.training.errors import InvalidRun, RankLost, Role, RoleLost
+from bestiary.training.errors import ClusterLost, InvalidRun, RankLost, Role, RoleLost
 from bestiary.training.integrations.needs import needs
 from bestiary.training.integrations.verl_platform import INSTALL, CpuPlatform
+from bestiary.training.rl.cluster import EVERY_S, check_head
 
 with needs("ray", "bestiary[ray]"):
     import ray
@@ -66,8 +67,8 @@ class RoleWorker(Worker):
     hosted: Any
 
     @everybody
-    def build(self, make: Callable[[], Any], timeout_s: float) -> Any:
-        """Make what is hosted here; what `describe` says of it.
+    def build(self, make: Callable[[], Any], timeout_s: float) -> tuple[int, Any]:
+        """Make what is hosted here; the id of this process, and what `describe` says.
 
         Args:
             make: gives it, or a context manager that does, which stays open while the process lives.
@@ -79,7 +80,7 @@ class RoleWorker(Worker):
             made = make()
             self._open = ExitStack()
             self.hosted = self._open.enter_context(made) if isinstance(made, AbstractContextManager) else made
-            return self.describe()
+            return os.getpid(), self.describe()
 
     def describe(self) -> Any:
         """What the other side should know of it."""
@@ -150,7 +151,12 @@ class Pool:
         return chosen
 
     def close(self) -> None:
-        """Give the places back."""
+        """Give the places back; without a head, there are none."""
+        with suppress(ClusterLost):
+            check_head()
+            self._remove()
+
+    def _remove(self) -> None:
         for group in self._pool.pgs or ():
             ray.util.remove_placement_group(group)
         self._pool.pgs = None
@@ -207,6 +213,7 @@ class Members:
             members: who was asked; None: all, in order.
         Raises:
             RoleLost: one died, or did not answer in time; before what others say of its death.
+            ClusterLost: Ray's head is gone.
             BestiaryError: what one of them raised.
         """
         asked = range(len(references)) if members is None else members
@@ -216,8 +223,10 @@ class Members:
         found: dict[Any, Any] = {}
         failures: list[BaseException] = []
         while waiting:
-            done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-            if not done:
+            left = max(0.0, deadline - time.monotonic())
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, EVERY_S))
+            check_head()
+            if not done and left == 0.0:
                 break
             for reference in done:
                 member = waiting.pop(reference)
@@ -273,7 +282,7 @@ class Group:
     Groups that are made one after the other start at the same time: whoever asks the first thing waits.
 
     Attributes:
-        generations: how often each was started.
+        generations: how often each was started.   pids: of their processes, on whatever node.
     """
 
     def __init__(
@@ -301,6 +310,7 @@ class Group:
         else:
             self._parts = [pool.part(first + place, 1) for place in range(size)]
         self.generations = [0] * size
+        self.pids = [0] * size
         self._described: list[Any] = [None] * size
         self._building: dict[int, Any] = {}
         self._started: list[RayWorkerGroup | None] = [None] * len(self._parts)
@@ -341,8 +351,8 @@ class Group:
         building, self._building = self._building, {}
         if building:
             told = self._living.wait([*building.values()], members=[*building])
-            for member, described in zip(building, told, strict=True):
-                self._described[member] = described
+            for member, (pid, described) in zip(building, told, strict=True):
+                self.pids[member], self._described[member] = pid, described
 
     # ------------------------------------------------------------------ life
 
@@ -377,7 +387,12 @@ class Group:
         return list(range(self.size)) if self._together else dead
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes; without a head, they have ended."""
+        with suppress(ClusterLost):
+            check_head()
+            self._kill_all()
+
+    def _kill_all(self) -> None:
         for part in range(len(self._parts)):
             self._kill(part)
 

@@ -11,11 +11,12 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bestiary.training.errors import InvalidRun
+from bestiary.training.errors import InvalidRun, RoleLost
 from bestiary.training.rl.environments import Heard, Said
 from bestiary.training.rl.groups import Group, Members
 from bestiary.training.rl.packing import Column
@@ -165,8 +166,10 @@ class RemoteScorer:
     def figures(self) -> Figures:
         """See `roles.Scorer`; of processes that died, nothing."""
         found: Counter[str] = Counter()
-        for told in self.group.call("figures"):
-            found.update(told)
+        members = self.group.members
+        for member in range(len(members)):
+            with suppress(RoleLost):
+                found.update(members.answer(member, "figures"))
         return dict(found)
 
     def restart(self) -> None:

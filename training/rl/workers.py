@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +190,10 @@ class RolloutWorker(RoleWorker):
     hosted: WeightReceiver
     _inflow: Inflow | None = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._sampling = threading.Lock()
+
     def describe(self) -> EngineFacts:
         """Of its engine.
 
@@ -207,7 +212,8 @@ class RolloutWorker(RoleWorker):
         """Begin to receive weights; what was being received is given up."""
         if self._inflow is not None:
             self._inflow.give_up()
-        self._inflow = Inflow(self.hosted, self._timeout_s)
+        with self._sampling:  # to the end, by the weights that it began with
+            self._inflow = Inflow(self.hosted, self._timeout_s)
 
     def take_bucket(self, number: int, bucket: Bucket) -> None:
         """See `Inflow.put`.
@@ -237,7 +243,8 @@ class RolloutWorker(RoleWorker):
 
     def probe(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """See `WeightReceiver`."""
-        return self.hosted.probe(prompts, sampling)
+        with self._sampling:
+            return self.hosted.probe(prompts, sampling)
 
     def accept(self, version: int) -> None:
         """See `WeightReceiver`."""
@@ -246,8 +253,15 @@ class RolloutWorker(RoleWorker):
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, keys: Sequence[object] | None
     ) -> list[Rollout]:
-        """See `RolloutEngine`."""
-        return self.hosted.generate(prompts, sampling, keys=keys)
+        """See `RolloutEngine`.
+
+        Raises:
+            SyncFailed: also while weights come.
+        """
+        with self._sampling:
+            if self._inflow is not None:
+                raise SyncFailed("this engine is being synced.", remedy="ask again when it has its weights")
+            return self.hosted.generate(prompts, sampling, keys=keys)
 
     @property
     def _receiving(self) -> Inflow:
