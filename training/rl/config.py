@@ -35,6 +35,7 @@ from bestiary.training.config import (
 from bestiary.training.rl.algorithms import Algorithm, named
 from bestiary.training.rl.assess import Overlong
 from bestiary.training.rl.mismatch import Correction, CorrectionKind, CorrectionLevel
+from bestiary.training.rl.placement import PlacementSection
 from bestiary.training.rl.policy_gradient import PolicyGradient
 from bestiary.training.sections import Section
 
@@ -259,6 +260,7 @@ class GrpoConfig(CommonConfig):
     rewards: RewardsSection = Field(default_factory=RewardsSection)
     environment: EnvironmentSection | None = None
     loop: RoundsSection = Field(default_factory=RoundsSection)
+    placement: PlacementSection | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> GrpoConfig:

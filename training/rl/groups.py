@@ -107,7 +107,7 @@ class Pool:
     Args:
         places: on each node alike.   nodes: that have them.
         roles: that share the places, each with one process at a place; on GPUs each has a share of the GPU.
-        gpu: whether a place has a GPU; None: where the cluster has as many as there are places.
+        gpu: whether a place has a GPU; None: where as many are free as there are places.
         timeout_s: after which a cluster that gives nothing is given up.
 
     Raises:
@@ -124,9 +124,9 @@ class Pool:
     def __post_init__(self) -> None:
         cores, gpus = (ray.cluster_resources().get(kind, 0) for kind in ("CPU", "GPU"))
         size = self.places * self.nodes
-        if self.gpu is None:
-            self.gpu = gpus >= size
         free = ray.available_resources()
+        if self.gpu is None:
+            self.gpu = free.get("GPU", 0) >= size
         for kind, wanted, has in (("CPU", size * self.roles, cores), ("GPU", size if self.gpu else 0, gpus)):
             if free.get(kind, 0) < wanted:
                 raise InvalidRun(

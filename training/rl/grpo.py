@@ -1,4 +1,4 @@
-"""From a run's file to a run of reinforcement learning in this process: policy, engine, sampler, scorer, controller.
+"""From a run's file to a run of reinforcement learning: policy, engine, sampler, scorer, controller.
 
 out/ holds what every run's does (see `bestiary.training.run`), and `rollouts/` with every round's experiences where
 `rollouts.keep` asks for them.
@@ -7,9 +7,9 @@ out/ holds what every run's does (see `bestiary.training.run`), and `rollouts/` 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from bestiary.training.components import component
 from bestiary.training.config import ADAPTERS_OFF
 from bestiary.training.control import Control, Interruption, named_failures
 from bestiary.training.data.tokenizer import BaseHFModelTokenizer
-from bestiary.training.errors import InvalidRun
+from bestiary.training.errors import InvalidRun, Role
 from bestiary.training.estimate import estimate
 from bestiary.training.export import load_tokenizer
 from bestiary.training.flops import StepFlops
@@ -92,25 +92,18 @@ def run(config: GrpoConfig, *, also: Sequence[Tracker] = (), interruption: Inter
         CheckpointRefused, StateMismatch: the resume point is damaged or of another run.
         RewardFailed, EnvironmentFailed, StaleWeights, Diverged, SaveFailed, …: as roles and controller raise them.
     """
-    with processes(config.loop.timeout_s) as here, ExitStack() as stack:
-        if here.size > 1:
-            raise InvalidRun(
-                f"bestiary grpo in {here.size} processes: its controller is one.", remedy="start it without torchrun"
-            )
-        torch.use_deterministic_algorithms(config.loop.deterministic)
-        stack.callback(torch.use_deterministic_algorithms, False)
+    with ExitStack() as stack:
         stack.enter_context(named_failures(estimate(config).words(), config.loop.timeout_s))
         rounds = count_rounds(config)
-        policy, tokenizer = local_policy(config, here, rounds)
-        stack.callback(policy.close)
+        if config.placement is None:
+            cast = stack.enter_context(in_one_process(config, rounds))
+        else:
+            from bestiary.training.rl.placed import on_ray
+
+            cast = stack.enter_context(on_ray(config, rounds, config.placement))
+        policy, tokenizer = cast.roles.policy, cast.tokenizer
         check_tokenizer(config, tokenizer)
-        context = context_of(config, policy)
-        prompts = prompts_of(config, tokenizer, context)
-        reference = reference_of(config, policy, here)
-        scorer = scorer_of(config, tokenizer, here.device, stack)
-        engine = engine_of(config, policy, context)
-        sampler = sampler_of(config, engine, context)
-        stack.callback(sampler.close)
+        prompts = prompts_of(config, tokenizer, cast.context)
         note(config, tokenizer)
         steps = saved_steps(config.out / CHECKPOINTS)
         plan = rounds_of(config, tokenizer, rounds)
@@ -124,7 +117,7 @@ def run(config: GrpoConfig, *, also: Sequence[Tracker] = (), interruption: Inter
         tracker = trackers(config.tracking.to, config.out, info, also=also)
         stack.callback(tracker.close)
         controller = Controller(
-            Roles(policy, sampler, scorer, reference),
+            cast.roles,
             prompts,
             plan,
             log=tracker,
@@ -145,6 +138,42 @@ def run(config: GrpoConfig, *, also: Sequence[Tracker] = (), interruption: Inter
         reward=controller.values.get("rl/reward"),
         export=exported,
     )
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Who works in a run.
+
+    Attributes:
+        context: tokens of an episode.   groups: of processes, where roles have some.
+    """
+
+    roles: Roles
+    tokenizer: BaseHFModelTokenizer
+    context: int
+    groups: Mapping[Role, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def in_one_process(config: GrpoConfig, rounds: int) -> Iterator[Cast]:
+    """Everybody here."""
+    with processes(config.loop.timeout_s) as here, ExitStack() as stack:
+        if here.size > 1:
+            raise InvalidRun(
+                f"bestiary grpo in {here.size} processes: its controller is one.",
+                remedy="start it without torchrun; placement.policy says how many ranks the policy has",
+            )
+        torch.use_deterministic_algorithms(config.loop.deterministic)
+        stack.callback(torch.use_deterministic_algorithms, False)
+        policy, tokenizer = local_policy(config, here, rounds)
+        stack.callback(policy.close)
+        context = min(config.data.pack_length, policy.model.decoder_config.max_position_embeddings)
+        refuse_small_context(config, context)
+        reference = reference_of(config, policy, here)
+        scorer = scorer_of(config, tokenizer, here.device, stack)
+        sampler = sampler_of(config, engine_of(config, policy, context), context)
+        stack.callback(sampler.close)
+        yield Cast(Roles(policy, sampler, scorer, reference), tokenizer, context)
 
 
 # ---------------------------------------------------------------------- the run as numbers
@@ -200,19 +229,19 @@ def prompts_of(config: GrpoConfig, tokenizer: BaseHFModelTokenizer, context: int
     return Prompts(config.data.plan(tokenizer), context - config.rollouts.max_tokens)
 
 
-def context_of(config: GrpoConfig, policy: LocalPolicy) -> int:
-    """Tokens of an episode: what a pack holds, and what the model has positions for.
+def refuse_small_context(config: GrpoConfig, context: int) -> None:
+    """Nothing, if an episode has room for a prompt beside an answer.
 
+    Args:
+        context: what a pack holds, and what the model has positions for.
     Raises:
-        InvalidRun: no more than an answer.
+        InvalidRun.
     """
-    found = min(config.data.pack_length, policy.model.decoder_config.max_position_embeddings)
-    if found <= config.rollouts.max_tokens:
+    if context <= config.rollouts.max_tokens:
         raise InvalidRun(
-            f"rollouts.max_tokens = {config.rollouts.max_tokens} and the model has {found} positions.",
+            f"rollouts.max_tokens = {config.rollouts.max_tokens} and the model has {context} positions.",
             remedy="fewer max_tokens: a prompt needs room too",
         )
-    return found
 
 
 # ---------------------------------------------------------------------- roles

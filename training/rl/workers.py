@@ -52,12 +52,12 @@ class PolicyFacts:
     """Of one rank of a policy.
 
     Attributes:
-        version: see `Policy`.   part: of what is trained on, that it is given.   parts: that there are of it.
+        version: see `Policy`.   part: of what is trained on, that it is given.   vocabulary: of its model.
     """
 
     version: int
     part: int
-    parts: int
+    vocabulary: int
 
 
 class PolicyWorker(RoleWorker):
@@ -67,8 +67,8 @@ class PolicyWorker(RoleWorker):
 
     def describe(self) -> PolicyFacts:
         """Its version and place; ranks of one tensor group are given the same."""
-        trainer = self.hosted.trainer
-        return PolicyFacts(self.hosted.version, trainer.data_rank, trainer.data_parallel)
+        policy = self.hosted
+        return PolicyFacts(policy.version, policy.trainer.data_rank, policy.model.decoder_config.vocab_size)
 
     @shares
     def log_probs(self, experiences: Sequence[Experience], column: Column) -> list[Experience]:
