@@ -17,7 +17,7 @@ COMMA := ,
 # Runs one installation step and prints its seconds, so that a target's own time can be read apart.
 timed = @echo "$(1)"; start=$$(date +%s); $(1) && echo "  took $$(( $$(date +%s) - start )) s"
 
-.PHONY: help venv demo test test-fast verify accept readme verify-all verify-large verify-checkpoints ranks self-test browser tokenizers verify-latest aot aot-oldest bench bench-full bench-data release lint clean
+.PHONY: help venv demo test test-fast verify accept readme verify-all verify-large verify-checkpoints ranks chaos self-test browser tokenizers verify-latest aot aot-oldest bench bench-full bench-data release lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ verify-checkpoints: .venv/.stamp-demo ## keys, round trip and every layer (V8) o
 
 ranks: .venv/.stamp-dev ## every recipe and every family: one gradient on one process and two, packed or not (minutes)
 	BESTIARY_EVERY_FAMILY=1 $(BIN)/python -m pytest tests/training/test_recipes_ranks.py -q --timeout 3600
+
+chaos: .venv/.stamp-dev ## a GRPO run on Ray whose processes are killed 20 times, each role at least 4: every prompt trained exactly once
+	$(BIN)/python -m bestiary.tools.chaos
 
 self-test: .venv/.stamp-dev ## the verifier on planted bugs: all killed, no false alarm (out/self-test.html)
 	@mkdir -p out

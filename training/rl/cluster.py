@@ -93,6 +93,7 @@ def session(cpus: int | None = None) -> Iterator[None]:
     """
     global _watch
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of one call the first error is told, and not by Ray
     before = signal.getsignal(signal.SIGTERM)  # Ray puts its own in its place, and leaves it there
     mine = not ray.is_initialized()
     if mine and "RAY_ADDRESS" in os.environ:

@@ -58,7 +58,7 @@ GRACE_S = 5.0  # in which the process that died is told from those that lost it
 everybody = partial(register, dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)()
 shares = partial(register, dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)()
 first_alone = partial(register, dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO, blocking=False)()
-_PASSED = ("PYTHONSAFEPATH", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+_PASSED = ("PYTHONPATH", "PYTHONSAFEPATH", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 class RoleWorker(Worker):

@@ -7,9 +7,9 @@ out/ holds what every run's does (see `bestiary.training.run`), and `rollouts/` 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from bestiary.training.components import component
 from bestiary.training.config import ADAPTERS_OFF
 from bestiary.training.control import Control, Interruption, named_failures
 from bestiary.training.data.tokenizer import BaseHFModelTokenizer
-from bestiary.training.errors import InvalidRun, Role
+from bestiary.training.errors import InvalidRun
 from bestiary.training.estimate import estimate
 from bestiary.training.export import load_tokenizer
 from bestiary.training.flops import StepFlops
@@ -145,13 +145,12 @@ class Cast:
     """Who works in a run.
 
     Attributes:
-        context: tokens of an episode.   groups: of processes, where roles have some.
+        context: tokens of an episode.
     """
 
     roles: Roles
     tokenizer: BaseHFModelTokenizer
     context: int
-    groups: Mapping[Role, Any] = field(default_factory=dict)
 
 
 @contextmanager

@@ -131,7 +131,7 @@ def cast(config: GrpoConfig, placement: PlacementSection, groups: Mapping[Role, 
     else:
         scorer = scorer_of(config, tokenizer, torch.device("cpu"), stack)
     reference: Frozen | None = RemoteFrozen(groups["reference"]) if "reference" in groups else None
-    return Cast(Roles(policy, sampler, scorer, reference, shares=False), tokenizer, context, groups)
+    return Cast(Roles(policy, sampler, scorer, reference, shares=False), tokenizer, context)
 
 
 def tokenizer_of(config: GrpoConfig, vocabulary: int) -> BaseHFModelTokenizer:

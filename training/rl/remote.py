@@ -241,7 +241,8 @@ class SpreadSampler:
     def __init__(
         self, engine: RemoteEngine, players: Sequence[Sampler], environments: RemoteEnvironments | None = None
     ) -> None:
-        self.engine, self.environments = engine, environments
+        self.engine: RolloutEngine = engine
+        self.environments = environments
         self._players = players
         self._ready: list[list[Trajectory]] = []
 

