@@ -14,7 +14,7 @@ from torch import Tensor
 from bestiary.training.errors import InvalidRun
 from bestiary.training.rl import advantages as of
 from bestiary.training.rl.algorithms import Advantage, Algorithm
-from bestiary.training.rl.records import Experience, Values
+from bestiary.training.rl.records import Experience, Trajectory, Values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,56 @@ def assess(
     """
     if not experiences:
         raise InvalidRun("no answers to assess.", remedy="prompts that are not all refused")
-    trajectories = [one.trajectory for one in experiences]
+    judged = _judged([one.trajectory for one in experiences], weights, overlong)
+    matrix, total, groups, lengths, listed, cut, figures = judged
+    penalties = _penalties(experiences, algorithm.advantage.kl_coef)
+    if penalties is not None:
+        figures["kl_in_reward"] = float(sum(each.sum() for each in penalties)) / len(penalties)
+    values = _values(algorithm.advantage, matrix, total, groups, lengths, listed, penalties)
+    trained = of.scored(total)
+    if overlong is not None and overlong.masked:
+        trained &= ~cut
+    if algorithm.drop_equal_groups:
+        trained &= of.informative(total, groups)
+    figures["trained"] = float(trained.double().mean())
+    made = [
+        replace(one, advantages=_placed(one, found), trained=one.trained and bool(trains))
+        for one, found, trains in zip(experiences, values, trained, strict=True)
+    ]
+    return Assessed(made, figures)
+
+
+def informative_groups(
+    trajectories: Sequence[Trajectory],
+    *,
+    weights: Mapping[str, float] | None = None,
+    overlong: Overlong | None = None,
+) -> set[str]:
+    """Groups whose rewards, as `assess` adds them up, are not all equal: those that `drop_equal_groups` leaves in.
+
+    Raises:
+        InvalidRun: see `assess`.
+    """
+    judged = _judged(trajectories, weights, overlong)
+    says = of.informative(judged.total, judged.groups).tolist()
+    return {one.group_id for one, some in zip(trajectories, says, strict=True) if some}
+
+
+class _Judged(NamedTuple):
+    """Rewards of the answers of a step, with what they are weighed by."""
+
+    matrix: Tensor
+    total: Tensor
+    groups: Tensor
+    lengths: list[int]
+    weights: list[float] | None
+    cut: Tensor
+    figures: dict[str, float]
+
+
+def _judged(
+    trajectories: Sequence[Trajectory], weights: Mapping[str, float] | None, overlong: Overlong | None
+) -> _Judged:
     # Episodes that errors of their environments ended have no rewards, not even by name.
     names = sorted({name for one in trajectories for name in one.rewards} or (weights or ()))
     if weights is not None and set(weights) != set(names):
@@ -83,21 +132,7 @@ def assess(
         matrix = torch.cat([matrix, torch.where(of.scored(total), penalty, math.nan)[:, None]], 1)
         listed = [*([1.0] * len(names) if listed is None else listed), 1.0]
         total = of.weighted_sum(matrix, listed)
-    penalties = _penalties(experiences, algorithm.advantage.kl_coef)
-    if penalties is not None:
-        figures["kl_in_reward"] = float(sum(each.sum() for each in penalties)) / len(penalties)
-    values = _values(algorithm.advantage, matrix, total, groups, lengths, listed, penalties)
-    trained = of.scored(total)
-    if overlong is not None and overlong.masked:
-        trained &= ~cut
-    if algorithm.drop_equal_groups:
-        trained &= of.informative(total, groups)
-    figures["trained"] = float(trained.double().mean())
-    made = [
-        replace(one, advantages=_placed(one, found), trained=one.trained and bool(trains))
-        for one, found, trains in zip(experiences, values, trained, strict=True)
-    ]
-    return Assessed(made, figures)
+    return _Judged(matrix, total, groups, lengths, listed, cut, figures)
 
 
 def _values(

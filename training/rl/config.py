@@ -99,6 +99,7 @@ class AlgorithmSection(Section):
         name: of `bestiary.training.rl.algorithms`: grpo, dapo, dr_grpo, gspo, cispo, rloo, reinforce_plus_plus, …
         options: what is changed of it, by the names of its objective and advantage: clip_high, kl_coef, scale, …
         correction, off_policy, anchor, entropy: as `PolicyGradient`.
+        refill: times that a round samples further prompts in place of those whose answers have equal rewards (dapo).
         reference: whom `kl_coef` and `reward_kl_coef` measure the policy against: adapters_off or a checkpoint; None:
             the model before training, without its adapters or read a second time.
     """
@@ -110,6 +111,7 @@ class AlgorithmSection(Section):
     anchor: Literal["old", "rollout"] = "old"
     entropy: bool = True
     overlong: OverlongSection = Field(default_factory=OverlongSection)
+    refill: Annotated[int, Field(ge=0)] = 0
     reference: str | None = None
 
 
@@ -274,6 +276,11 @@ class GrpoConfig(CommonConfig):
             _ = self.gradient
         except BestiaryError as error:
             raise ValueError(f"algorithm: {error.what} {error.remedy or ''}".strip()) from error
+        if self.algorithm.refill and not self.objective().drop_equal_groups:
+            raise ValueError(
+                f"algorithm.refill = {self.algorithm.refill} and {self.algorithm.name} trains on equal groups too; "
+                "algorithm.options.drop_equal_groups=true, or leave it out"
+            )
         if self.algorithm.reference is not None and not self.asks_reference:
             raise ValueError(
                 f"algorithm.reference = {self.algorithm.reference} and nothing asks for one: algorithm.options.kl_coef "

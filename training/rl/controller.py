@@ -35,7 +35,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol, TypeVar
 
@@ -43,36 +42,19 @@ from bestiary.kernels.errors import BestiaryError
 from bestiary.training.control import Interruption
 from bestiary.training.errors import InvalidRun, Role, RoleLost
 from bestiary.training.loop import Log
-from bestiary.training.rl.algorithms import Algorithm
-from bestiary.training.rl.assess import Overlong, assess
+from bestiary.training.rl.assess import assess, informative_groups
 from bestiary.training.rl.ledger import Ledger
 from bestiary.training.rl.played import played
 from bestiary.training.rl.records import Experience, RecordsRefused, Trajectory, save
-from bestiary.training.rl.roles import Frozen, Policy, Prompt, Restarts, Sampler, Scorer
-from bestiary.training.rl.rollout import Sampling
+from bestiary.training.rl.roles import Restarts
 from bestiary.training.rl.rollout_check import StaleWeights
+from bestiary.training.rl.rounds import PromptSource, Roles, Rounds
 from bestiary.training.rl.weight_sync import SyncFailed
 
 LOGGER = logging.getLogger(__name__)
 T = TypeVar("T")
 _SUMMED = frozenset({"tokens", "useful_tokens", "loss_tokens", "step_s"})
 _LAST = frozenset({"lr", "skipped"})
-
-
-class PromptSource(Protocol):
-    """Where prompts come from; `prompts.Prompts` reads them from the data pillar."""
-
-    def next(self, count: int) -> list[Prompt]:
-        """The next ones; fewer at the end of the data."""
-        ...
-
-    def state(self) -> Mapping[str, Any]:
-        """What leads behind the last one given, as JSON values."""
-        ...
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go to where a state was taken."""
-        ...
 
 
 class Callback(Protocol):
@@ -83,55 +65,6 @@ class Callback(Protocol):
 
     def on_end(self, controller: Controller) -> None:
         """After the last round, before the last resume point."""
-
-
-@dataclass
-class Roles:
-    """Who works for the controller; where they live is no matter of his.
-
-    Attributes:
-        reference: None: the algorithm asks for none.
-        shares: the engine computes in the policy's process, so nothing is sampled while the policy works. Otherwise
-            sampling goes on, and pauses for a sync.
-    """
-
-    policy: Policy
-    sampler: Sampler
-    scorer: Scorer
-    reference: Frozen | None = None
-    shares: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rounds:
-    """A run as numbers.
-
-    Attributes:
-        rounds: of the whole run.   prompts: of a round.   sampling: of its answers.
-        algorithm, weights, overlong: as `assess` takes them.
-        updates: optimiser steps that the prompts of a round are divided over.   passes: over the prompts of a round.
-        staleness: rounds that sampling may be ahead.
-        save_every: rounds; None: at the end.   keep: a folder for the experiences of every round; None: they go.
-        restarts: of one role in one round.
-    """
-
-    rounds: int
-    prompts: int
-    sampling: Sampling
-    algorithm: Algorithm
-    weights: Mapping[str, float] | None = None
-    overlong: Overlong | None = None
-    updates: int = 1
-    passes: int = 1
-    staleness: int = 0
-    save_every: int | None = None
-    keep: Path | None = None
-    restarts: int = 3
-
-    @property
-    def steps(self) -> int:
-        """Optimiser steps of a round."""
-        return self.updates * self.passes
 
 
 @dataclass
@@ -255,15 +188,13 @@ class Controller:
     def _round(self) -> None:
         """One round, from prompts to synced weights; without any prompt left the run stops."""
         plan, policy, times, start = self.rounds, self.roles.policy, dict[str, float](), time.monotonic()
-        with _timed(times, "rl/rollout_s"):
-            trajectories = self._collect()
-        if not trajectories:
+        scored, refills = self._scored(times)
+        if not scored:
             self.stopped = "the data is over"
             return
-        figures = self._ages(trajectories)
-        with _timed(times, "rl/score_s"):
-            scored = self._asked(lambda: self.roles.scorer.score(trajectories))
-            figures |= {f"rl/{name}": value for name, value in self.roles.scorer.figures().items()}
+        figures = self._ages(scored) | {f"rl/{name}": value for name, value in self.roles.scorer.figures().items()}
+        if plan.refill:
+            figures["rl/refills"] = float(refills)
         with self._still(self.roles.shares), _timed(times, "rl/train_s"):
             checked = dict(policy.check(scored))
             experiences, told = self._assessed(scored)
@@ -274,15 +205,37 @@ class Controller:
             figures |= self._train(experiences) | checked
         with self._still(True), _timed(times, "rl/sync_s"):
             figures["rl/sync_mismatch"] = self._sync()
-        self._book(trajectories, figures | times | {"rl/round_s": time.monotonic() - start})
+        self._book(scored, figures | times | {"rl/round_s": time.monotonic() - start})
 
-    def _collect(self) -> list[Trajectory]:
-        """Whole groups of the oldest prompts, in the order in which these were issued."""
+    def _scored(self, times: dict[str, float]) -> tuple[list[Trajectory], int]:
+        """Whole groups with their rewards; and how often further ones were sampled, too few saying something."""
+        plan, found, names = self.rounds, list[Trajectory](), list[str]()
+        wanted, refills = plan.prompts, -1
+        while wanted > 0 and refills < plan.refill:
+            refills += 1
+            with _timed(times, "rl/rollout_s"):
+                chosen, answers = self._collect(wanted, names)
+            if not chosen:
+                break
+            with _timed(times, "rl/score_s"):
+                found += self._asked(lambda given=answers: self.roles.scorer.score(given))
+            names += chosen
+            if plan.refill:
+                wanted = plan.prompts - len(informative_groups(found, weights=plan.weights, overlong=plan.overlong))
+        return found, refills
+
+    def _collect(self, count: int, own: Sequence[str]) -> tuple[list[str], list[Trajectory]]:
+        """Names and whole groups of the oldest prompts, in the order in which they were issued.
+
+        Args:
+            own: those that the round has already.
+        """
         plan, sampler = self.rounds, self.roles.sampler
-        ahead = min((plan.staleness + 1) * plan.prompts - len(self.ledger.waiting), self._left())
-        if ahead > 0:
-            self.ledger.issue(self.prompts.next(ahead))
-        names = self.ledger.oldest(plan.prompts)
+        later = min(plan.staleness, plan.rounds - self.round - 1) * plan.prompts
+        missing = count + later - (len(self.ledger.waiting) - len(own))
+        if missing > 0:
+            self.ledger.issue(self.prompts.next(missing))
+        names = self.ledger.oldest(len(own) + count)[len(own) :]
         self._put()
         while any(name not in self._answered for name in names):
             for group in self._asked(lambda: sampler.take(1)):
@@ -295,11 +248,7 @@ class Controller:
                 if name in self.ledger.waiting:
                     self._answered[name] = group
             self._put()
-        return [one for name in names for one in self._answered[name]]
-
-    def _left(self) -> int:
-        """Prompts that the run has yet to issue."""
-        return self.rounds.rounds * self.rounds.prompts - self.ledger.issued
+        return names, [one for name in names for one in self._answered[name]]
 
     def _put(self) -> None:
         """Have everything sampled that waits and is neither answered nor in flight."""
@@ -378,7 +327,8 @@ class Controller:
             self.stopped, self.interrupted = self.interruption.by, True
         every = self.rounds.save_every
         if every is not None and self.round % every == 0 and self.round < self.rounds.rounds:
-            policy.save_state(state)
+            with self._still(self.roles.shares):
+                policy.save_state(state)
 
     # ------------------------------------------------------------------ roles
 
@@ -464,17 +414,20 @@ class Controller:
 
 
 def _parts(experiences: Sequence[Experience], count: int) -> list[list[Experience]]:
-    """Groups in their order, divided over `count` steps as evenly as they can be."""
+    """Groups in their order, those that train divided over `count` steps as evenly as can be; the others are in the
+    first."""
     groups: dict[str, list[Experience]] = {}
     for one in experiences:
         groups.setdefault(one.trajectory.group_id, []).append(one)
-    every = [*groups.values()]
-    cuts = [len(every) * place // count for place in range(count + 1)]
-    return [[one for group in every[start:end] for one in group] for start, end in pairwise(cuts)]
+    training = [group for group in groups.values() if any(one.trains for one in group)]
+    cuts = [len(training) * place // count for place in range(count + 1)]
+    parts = [[one for group in training[start:end] for one in group] for start, end in pairwise(cuts)]
+    parts[0] += [one for group in groups.values() if not any(one.trains for one in group) for one in group]
+    return parts
 
 
 @contextmanager
 def _timed(times: dict[str, float], name: str) -> Iterator[None]:
     start = time.monotonic()
     yield
-    times[name] = time.monotonic() - start
+    times[name] = times.get(name, 0.0) + time.monotonic() - start

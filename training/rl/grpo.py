@@ -34,7 +34,7 @@ from bestiary.training.parallel import build_mesh, clip_grad_norm, data_parallel
 from bestiary.training.peaks import device_peak
 from bestiary.training.processes import Processes, processes
 from bestiary.training.rl.config import GrpoConfig, RewardSection
-from bestiary.training.rl.controller import Controller, Roles, Rounds
+from bestiary.training.rl.controller import Controller
 from bestiary.training.rl.conversations import ToolEnvironments
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.environments import EnvironmentFactory
@@ -47,6 +47,7 @@ from bestiary.training.rl.rewards import Chained, Rewards
 from bestiary.training.rl.roles import Frozen, Scorer
 from bestiary.training.rl.rollout import Constraint, RolloutEngine, Sampling
 from bestiary.training.rl.rollout_check import computed_in
+from bestiary.training.rl.rounds import Roles, Rounds
 from bestiary.training.rl.tools import Tools
 from bestiary.training.run import (
     CHECKPOINTS,
@@ -213,6 +214,7 @@ def rounds_of(config: GrpoConfig, tokenizer: BaseHFModelTokenizer, rounds: int) 
         save_every=config.checkpoint.every,
         keep=config.out / ROLLOUTS if section.keep else None,
         restarts=loop.restarts,
+        refill=config.algorithm.refill,
     )
 
 
@@ -268,6 +270,7 @@ def local_policy(
     seed_all(loop.seed, 0, 0)  # fresh adapters are the same in every process
     model = load_model(config, here, mesh)
     tokenizer = load_tokenizer(config, model)
+    _check_own_tokenizer(config, tokenizer)
     control = Control(here.control, copies=here.size // data.size)
     compute = config.precision.compute
     meter = Throughput(
@@ -318,6 +321,24 @@ def local_policy(
         constraint=constraint_of(config),
     )
     return policy, tokenizer
+
+
+def _check_own_tokenizer(config: GrpoConfig, tokenizer: BaseHFModelTokenizer) -> None:
+    """Refuse prompts in another tokenizer's ids than the policy's checkpoint brings, where it brings one.
+
+    Raises:
+        InvalidRun.
+    """
+    src = Path(config.model.src)
+    if not (src / "tokenizer.json").is_file() or src == Path(config.data.tokenizer.src):
+        return
+    own = BaseHFModelTokenizer.from_pretrained(src).fingerprint
+    if (own.probes, own.vocabulary) != (tokenizer.fingerprint.probes, tokenizer.fingerprint.vocabulary):
+        raise InvalidRun(
+            f"data.tokenizer.src = {config.data.tokenizer.src} and {src} has another tokenizer: the ids of prompts and "
+            "stop tokens would mean other words to the policy.",
+            remedy="data.tokenizer.src = the checkpoint; one that was trained on new tokens is exported with them",
+        )
 
 
 def reference_of(config: GrpoConfig, policy: LocalPolicy, here: Processes) -> Frozen | None:

@@ -31,7 +31,7 @@ from bestiary.training.recipes.base import Batch
 from bestiary.training.rl.embedded import Agree, EmbeddedEngine
 from bestiary.training.rl.mismatch import Parity, parity
 from bestiary.training.rl.packing import Column, pack, with_log_probs
-from bestiary.training.rl.records import Experience, Trajectory
+from bestiary.training.rl.records import Experience, Trajectory, Values
 from bestiary.training.rl.rollout import Constraint, Rollout, RolloutEngine, Sampling
 from bestiary.training.rl.rollout_check import FULL, HALF, StaleWeights, check_allowed, check_rollouts, computed_in
 from bestiary.training.rl.weight_sync import Synced, sync
@@ -133,10 +133,12 @@ class LocalPolicy:
         self._own = EmbeddedEngine(self.model, rows=rows, agree=room.agree)
         self._tolerance, self._engine_dtype, self._constraint = tolerance, engine_dtype, constraint
         self.version = trainer.progress.step
+        self._known: dict[tuple[str, int], tuple[Trajectory, Values]] = {}
         self._begin()
 
     def _begin(self) -> None:
         """Nothing since the last step."""
+        self._known.clear()
         self._units, self._loss, self._seconds = 0.0, 0.0, 0.0
         self._names: set[str] = set()
         self._counted = dict.fromkeys(_COUNTS, 0.0)
@@ -211,8 +213,28 @@ class LocalPolicy:
         return figures
 
     def log_probs(self, experiences: Sequence[Experience], column: Column) -> list[Experience]:
-        """See `roles.Frozen`."""
-        return self.room.log_probs(self.model, experiences, column)
+        """See `roles.Frozen`; what `check` has computed under these weights is not computed again."""
+        missing = [Experience.of(one.trajectory) for one in experiences if one.trains and self._known_of(one) is None]
+        for one in self.room.log_probs(self.model, missing, "old_log_probs"):
+            if one.old_log_probs is not None:
+                self._known[_name(one)] = (one.trajectory, one.old_log_probs)
+        found: list[Experience] = []
+        for one in experiences:
+            made: dict[str, Any] = {column: self._known_of(one)} if one.trains else {}
+            found.append(replace(one, **made))
+        return found
+
+    def _known_of(self, one: Experience) -> Values | None:
+        """Log-probabilities of an answer under the weights as they are."""
+        known, values = self._known.get(_name(one), (None, None))
+        own = one.trajectory
+        same = known is own or (
+            known is not None
+            and known.temperature == own.temperature
+            and np.array_equal(known.ids, own.ids)
+            and np.array_equal(known.sampled, own.sampled)
+        )
+        return values if same else None
 
     # ------------------------------------------------------------------ answers
 
@@ -340,6 +362,10 @@ class LocalFrozen:
         """See `roles.Frozen`."""
         with adapters_off(self._model) if self._without else nullcontext():
             return self._room.log_probs(self._model, experiences, column)
+
+
+def _name(one: Experience) -> tuple[str, int]:
+    return one.trajectory.group_id, one.trajectory.sample
 
 
 def turns_of(trajectory: Trajectory) -> list[tuple[list[int], Rollout]]:

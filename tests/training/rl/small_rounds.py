@@ -15,12 +15,13 @@ import torch
 from bestiary.models import Decoder
 from bestiary.training.errors import RoleLost
 from bestiary.training.rl.algorithms import named
-from bestiary.training.rl.controller import Controller, Roles, Rounds
+from bestiary.training.rl.controller import Controller
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.policy import LocalFrozen, LocalPolicy
 from bestiary.training.rl.records import Trajectory
 from bestiary.training.rl.roles import Prompt
 from bestiary.training.rl.rollout import Sampling
+from bestiary.training.rl.rounds import Roles, Rounds
 
 from ..small_run import Kept
 from .small_policy import policy

@@ -140,6 +140,21 @@ def test_equal_rewards_are_steps_that_are_skipped_and_bounded(tmp_path):
     assert [values["rl/equal_groups"] for _, values in made.log.rows] == [1, 1]
 
 
+def test_groups_that_say_nothing_are_refilled_and_used_up(tmp_path):
+    """Prompts of even places have equal rewards: a round looks for others in their place, a bounded number of times."""
+    made = controller(tmp_path, rounds=2, refill=3, algorithm=named("dapo"), updates=2)
+    made.roles.scorer.says = lambda one: float(one.sample) if one.extra["row"]["place"] % 2 else 1.0
+    made.fit()
+    assert made.log.of("rl/refills") == [2, 2]
+    assert made.log.of("rl/prompts") == [4, 4]
+    assert made.log.of("skipped") == [0, 0]
+    assert result(made)[1] == {f"n{place}": 1 for place in range(8)}
+    bounded = controller(rounds=1, refill=2, algorithm=named("dapo"))
+    bounded.roles.scorer.says = lambda one: 1.0
+    bounded.fit()
+    assert (bounded.values["rl/refills"], bounded.values["rl/prompts"], bounded.values["skipped"]) == (2, 6, 1)
+
+
 def test_answers_without_a_reward_are_in_no_mean_and_groups_without_one_train_nothing():
     made = controller(rounds=2)
     made.roles.scorer.says = lambda one: None if one.prompt_id != "n0" or one.sample == 0 else float(one.sample)
@@ -240,7 +255,6 @@ def test_what_was_sampled_ahead_is_two_rounds_old(tmp_path):
     assert [version for version, _ in made.roles.sampler.puts] == [0] * 6 + [1] * 2 + [2] * 2
     late = controller(staleness=2, rounds=5)
     late.rounds = replace(late.rounds, staleness=1)
-    late._left = lambda: 10 - late.ledger.issued
     take = late.roles.sampler.take
     late.roles.sampler.take = lambda count: [[replace(one, version=0) for one in group] for group in take(count)]
     with pytest.raises(StaleWeights, match="of version 0, the policy at 2; allowed are 1 rounds of 1 steps"):

@@ -1,6 +1,7 @@
 """`bestiary grpo` as a user runs it: checkpoint, tokenizer, prompts, a reward; stopped, resumed, exported."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 
@@ -135,6 +136,10 @@ def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(place, tmp_pa
     again = [{name: value for name, value in row.items() if not name.endswith(timed)} for row in metrics(parts)]
     assert again == [{name: value for name, value in row.items() if not name.endswith(timed)} for row in rows]
 
+    assert cli.main(["export", str(parts / "checkpoints" / "step-00000006"), str(tmp_path / "at-6")]) == 0
+    exported = AutoDecoder.from_pretrained(tmp_path / "at-6", dtype=torch.float32).state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in exported.items())
+
     with pytest.raises(CheckpointRefused, match="algorithm was"):
         run(load_grpo_config(place / "run.json", [f"out={parts}", "algorithm.name=dapo"]))
 
@@ -170,6 +175,20 @@ def test_tools_of_a_run_are_named_in_its_file(place):
     assert [tool["function"]["name"] for tool in conversation.tools] == ["shout"]
     with pytest.raises(InvalidRun, match=r"environment.*name, of an environment, or tools"):
         load_grpo_config(place / "run.json", ["out=x", "environment={threads: 2}"])
+
+
+def test_prompts_in_another_tokenizers_ids_are_refused(place, tmp_path):
+    other = tmp_path / "model"
+    shutil.copytree(place / "model", other)
+    tokenizer = json.loads((folder("smollm") / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    one, two = sorted(vocabulary, key=vocabulary.get)[300:302]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copy(folder("smollm") / name, other)
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(InvalidRun, match=r"data\.tokenizer\.src = .* has another tokenizer"):
+        run(load_grpo_config(place / "run.json", [f"out={tmp_path / 'out'}", f"model.src={other}"]))
 
 
 def test_a_dry_run_tells_the_configuration_and_the_memory(place, tmp_path, capsys):

@@ -136,6 +136,26 @@ def test_answers_that_are_off_are_told_by_name(wrong, change):
         made.check([change(one) for one in answers(made)])
 
 
+def test_what_a_check_computed_is_the_log_probabilities_before_the_step_and_not_after_it(monkeypatch):
+    made = policy(flat=True)
+    given = answers(made)
+    blank = [Experience.of(one) for one in given]
+    fresh = policy(flat=True).log_probs(blank, "old_log_probs")
+    made.check(given)
+    calls = []
+    forward = made.model.forward
+    monkeypatch.setattr(made.model, "forward", lambda *args, **more: calls.append(1) or forward(*args, **more))
+    for one, other in zip(made.log_probs(blank, "old_log_probs"), fresh, strict=True):
+        np.testing.assert_array_equal(one.old_log_probs, other.old_log_probs)
+    assert not calls
+    made.log_probs([replace(blank[0], trajectory=replace(given[0], temperature=0.5))], "old_log_probs")
+    assert calls
+    made.forward_backward([replace(one, advantages=1.0 * one.trajectory.sampled) for one in blank[:2]])
+    made.optim_step()
+    moved = made.log_probs(blank, "old_log_probs")
+    assert not np.array_equal(moved[0].old_log_probs, fresh[0].old_log_probs)
+
+
 def test_answers_of_an_earlier_version_may_differ_and_are_measured():
     made = policy()
     given = answers(made)
