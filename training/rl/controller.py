@@ -34,6 +34,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, Protocol, TypeVar
@@ -218,7 +219,7 @@ class Controller:
             if not chosen:
                 break
             with _timed(times, "rl/score_s"):
-                found += self._asked(lambda given=answers: self.roles.scorer.score(given))
+                found += self._asked(partial(self.roles.scorer.score, answers))
             names += chosen
             if plan.refill:
                 wanted = plan.prompts - len(informative_groups(found, weights=plan.weights, overlong=plan.overlong))
