@@ -1,7 +1,9 @@
 """A sampler in this process: one engine, one kind of environment, and episodes that go back and forth between them.
 
 All episodes that wait for an answer go into one call of the engine, in the order in which their prompts were put; while
-it runs, environments step in threads of their own. Without an environment an episode is one answer.
+it runs, environments step in threads of their own. A call does not begin with the first episode that is ready: it gives
+the environments that are busy a moment, a small part of what a call takes, so that episodes stay together. Without an
+environment an episode is one answer.
 
 The answer of a turn is a function of the weights, of what stands before it and of
 `seed_of(sampling.seed, prompt_id, sample, turn)`, which is the name that the engine makes its seed of: who else is
@@ -27,6 +29,8 @@ from bestiary.training.rl.records import RecordsRefused, Trajectory
 from bestiary.training.rl.roles import Prompt
 from bestiary.training.rl.rollout import Finish, Rollout, RolloutEngine, Sampling, seed_of
 
+LINGER = 0.05  # of the last call's time, that a call waits for busy environments
+_FIRST_S = 0.2  # what the first call is thought to take
 _CLOSING_S = 5.0  # how long `close` waits for environments, at most
 
 
@@ -80,7 +84,8 @@ class Episodes:
         self._lost: list[_Episode] = []
         self._fault: Exception | None = None
         self._paused = self._sampling = self._closed = False
-        self._begun = self._complete = 0
+        self._begun = self._complete = self._playing = 0
+        self._took_s = _FIRST_S
         self._calls = Calls(threads, timeout_s, "environment")
         self._thread = threading.Thread(target=self._sample, name="rollout", daemon=True)
         self._thread.start()
@@ -171,11 +176,14 @@ class Episodes:
     def _sample(self) -> None:
         while True:
             with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._may_sample)
                 self._changed.wait_for(
-                    lambda: self._closed or bool(self._waiting and not self._paused and self._fault is None)
+                    lambda: self._closed or not self._playing or not self._may_sample, LINGER * self._took_s
                 )
                 if self._closed:
                     return
+                if not self._may_sample:
+                    continue
                 batch, sampling = self._next()
                 self._sampling = True
             start, found, raised = time.perf_counter(), list[Rollout](), None
@@ -187,14 +195,18 @@ class Episodes:
             except Exception as error:  # noqa: BLE001 (raised again by `take`)
                 raised = error
             with self._changed:
-                self._sampling = False
+                self._sampling, self._took_s = False, time.perf_counter() - start
                 if raised is not None:
                     self._fault = raised
                     self._waiting += batch
                 else:
                     for episode, rollout in zip(batch, found, strict=True):
-                        self._answered(episode, rollout, time.perf_counter() - start)
+                        self._answered(episode, rollout, self._took_s)
                 self._changed.notify_all()
+
+    @property
+    def _may_sample(self) -> bool:
+        return bool(self._waiting) and not self._paused and self._fault is None
 
     def _next(self) -> tuple[list[_Episode], Sampling]:
         """Those that are asked together: the oldest, and those sampled like it."""
@@ -227,6 +239,7 @@ class Episodes:
             self._ask(episode, lambda: self._reset(episode, factory))
 
     def _ask(self, episode: _Episode, work: Callable[[], Heard]) -> None:
+        self._playing += 1
         self._calls.submit(
             lambda: _closing_on_error(episode, work),
             done=lambda heard, raised, seconds: self._heard(episode, heard, raised, seconds),
@@ -259,6 +272,7 @@ class Episodes:
     def _heard(self, episode: _Episode, heard: Heard | None, raised: Exception | None, seconds: float) -> None:
         """What an environment answered; in its thread, or in that of `take` when it hangs."""
         with self._changed:
+            self._playing -= 1
             if not self._closed:
                 episode.environment_s += seconds
                 if isinstance(raised, RoleLost):

@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tools(folder):
-    made = Tools([f"tool_functions:{name}" for name in ("add", "sleep", "leave")], timeout_s=0.5, processes=1)
+    made = Tools([f"tool_functions:{name}" for name in ("add", "sleep", "leave")], timeout_s=1.5, processes=1)
     yield made
     made.close()
 
@@ -115,7 +115,7 @@ def test_a_tool_is_called_and_its_result_is_what_serving_shows(tools):
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        (call("sleep", '{"seconds": 60}'), "Error: the call took more than 0.5 s."),
+        (call("sleep", '{"seconds": 60}'), "Error: the call took more than 1.5 s."),
         (call("leave", "{}"), "Error: its process died (exit code 7)."),
         (call("add", '{"a": "2", "b": 3}'), "Error: TypeError: can only concatenate str"),
         (call("add", '{"c": 2}'), "Error: TypeError: add() got an unexpected keyword argument 'c'"),

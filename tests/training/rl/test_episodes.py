@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bestiary.training.errors import EnvironmentFailed, InvalidRun, RoleLost
+from bestiary.training.rl import episodes as rl_episodes
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.environments import Heard
 from bestiary.training.rl.episodes import Episodes
@@ -163,14 +164,14 @@ class Bad(Counting):
 @pytest.mark.parametrize("way", ["reset", "raises", "hangs", "nan"])
 def test_a_world_that_fails_costs_its_episodes_and_too_many_of_them_the_run(way):
     hung = threading.Event()
-    options = {"environment": lambda: Bad(way, hung), "timeout_s": 0.2, "threads": 3}
+    options = {"environment": lambda: Bad(way, hung), "timeout_s": 1.0 if way == "hangs" else 60.0, "threads": 3}
     try:
         groups = played(ScriptedEngine(), **options)
         for one in groups.pop("p0"):
             assert one.rewards == {}
             assert one.extra["failed"]
         assert not any("failed" in one.extra for group in groups.values() for one in group)
-        with pytest.raises(EnvironmentFailed, match=r"p0.*(no such world|world ended|0\.2 s|nan)"):
+        with pytest.raises(EnvironmentFailed, match=r"p0.*(no such world|world ended|1 s|nan)"):
             played(ScriptedEngine(), max_errors=0.0, **options)
     finally:
         hung.set()
@@ -199,6 +200,13 @@ def test_an_environment_whose_process_died_begins_again():
     found = {group[0].prompt_id: group for group in episodes.take(len(PROMPTS))}
     episodes.close()
     assert said(found) == said(played(ScriptedEngine(), environment=Counting))
+
+
+def test_episodes_whose_environments_are_quick_stay_together(monkeypatch):
+    monkeypatch.setattr(rl_episodes, "LINGER", 1000.0)
+    engine = ScriptedEngine(wait_s=0.02)
+    played(engine, environment=Endless, max_turns=3, threads=2)
+    assert [len(call) for call in engine.calls] == [len(PROMPTS) * SAMPLING.n] * 3
 
 
 def test_paused_nothing_is_sampled_and_a_conversation_over_a_sync_has_its_oldest_version():
