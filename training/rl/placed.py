@@ -21,7 +21,6 @@ from bestiary.training.parallel import build_mesh
 from bestiary.training.processes import processes
 from bestiary.training.rl.cluster import session
 from bestiary.training.rl.config import GrpoConfig
-from bestiary.training.rl.controller import Roles
 from bestiary.training.rl.environments import EnvironmentFactory
 from bestiary.training.rl.episodes import Episodes
 from bestiary.training.rl.groups import Group, Pool, RoleWorker
@@ -37,6 +36,7 @@ from bestiary.training.rl.policy import LocalFrozen, LocalPolicy, Room
 from bestiary.training.rl.remote import RemoteEnvironments, RemoteFrozen, RemotePolicy, RemoteScorer, SpreadSampler
 from bestiary.training.rl.remote_engine import RolloutGroup
 from bestiary.training.rl.roles import Frozen, Scorer
+from bestiary.training.rl.rounds import Roles
 from bestiary.training.rl.standalone import StandaloneEngine
 from bestiary.training.rl.weight_sync import WeightReceiver
 from bestiary.training.rl.workers import EnvironmentWorker, FrozenWorker, PolicyWorker, RewardWorker, RolloutWorker
