@@ -9,12 +9,11 @@ Dropout is in the first two alone, and blocks look back alone.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from bestiary.kernels.attention_documents import BLOCK, document_attention, ranges_of, scattered
 from bestiary.kernels.attention_flex import BUCKET, block_mask, flex, flex_obstacle
@@ -22,16 +21,23 @@ from bestiary.kernels.dispatch import choose
 from bestiary.kernels.errors import UnsupportedDispatch
 from bestiary.kernels.precision import at_least_fp32
 
-_aten = torch.ops.aten
-OPERATORS: tuple[Any, ...] = (
-    torch.ops.bestiary.document_attention.default,
-    torch.ops.higher_order.flex_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-)
-"""What runs behind `attention` as one operator; who keeps the outputs of these computes no score twice."""
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+def operators() -> list[Any]:
+    """What runs behind `attention` as one operator; who keeps the outputs of these computes no score twice."""
+    from torch.nn.attention import flex_attention  # noqa: F401  which names its operator
+
+    aten = torch.ops.aten
+    return [
+        torch.ops.bestiary.document_attention.default,
+        torch.ops.higher_order.flex_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    ]
 
 
 @dataclass
@@ -59,7 +65,7 @@ class MaskSpec:
     key_valid: Tensor | None = None
     causal: bool = True
     _dense: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _blocks: dict[torch.device, BlockMask] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _blocks: dict[torch.device, "BlockMask"] = field(default_factory=dict, init=False, repr=False, compare=False)
     _ranges: tuple[Tensor | None, str | None] | None = field(default=None, init=False, repr=False, compare=False)
     _ranges_suffice: bool = field(default=False, init=False, repr=False, compare=False)
 
@@ -138,7 +144,7 @@ class MaskSpec:
         """documents and key_valid where the ranges do not say it all, for `document_attention`."""
         return (None, None) if self._ranges_suffice else (self.documents, self.key_valid)
 
-    def blocks(self, device: torch.device) -> BlockMask:
+    def blocks(self, device: torch.device) -> "BlockMask":
         """FlexAttention's block mask, of lengths rounded up to whole blocks; built once a device."""
         if device not in self._blocks:
             shift = self.q_offset - self.kv_offset

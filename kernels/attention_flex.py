@@ -6,14 +6,16 @@ serves to compare); there is no backward there.
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from bestiary.kernels.precision import at_least_fp32
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 # Lengths are rounded up to whole blocks, so that one compiled kernel serves every length of a bucket.
 BUCKET = 128
@@ -45,7 +47,7 @@ def block_mask(
     device: torch.device,
     *,
     causal: bool = True,
-) -> BlockMask:
+) -> "BlockMask":
     """The block mask of a `MaskSpec`, of lengths rounded up to `BUCKET`.
 
     Args:
@@ -53,6 +55,8 @@ def block_mask(
         documents: (B, T) integers.   key_valid: (B, S) booleans.
         causal: False: both ways.
     """
+    from torch.nn.attention.flex_attention import create_block_mask
+
     rounded_q, rounded_kv = _rounded(q_len), _rounded(kv_len)
     given = documents if documents is not None else key_valid
     batch = None if given is None else given.shape[0]
@@ -70,7 +74,7 @@ def flex(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: BlockMask,
+    mask: "BlockMask",
     *,
     scale: float,
     sinks: Tensor | None = None,
@@ -84,6 +88,8 @@ def flex(
     Returns:
         (B, h, T, d) in q's dtype.
     """
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
     tokens = q.shape[2]
     if not torch.is_grad_enabled():
         q, k, v = q.detach(), k.detach(), v.detach()  # the CPU refuses leaves that could require a gradient

@@ -9,9 +9,9 @@ The last two are one operator (`experts_sorted`), which compiled graphs hold as 
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from bestiary.kernels.activation import clamped_swiglu, gated
+from bestiary.kernels.deferred import uncompiled
 from bestiary.kernels.dispatch import choose
 from bestiary.kernels.expert_linear import ExpertLinear
 from bestiary.kernels.experts_sorted import sorted_experts
@@ -60,6 +60,8 @@ def _fastest_first(x: Tensor) -> tuple[str, ...]:
 
 
 def _sorted_obstacle(x: Tensor, *projections: ExpertLinear) -> str | None:
+    from torch.distributed.tensor import DTensor
+
     for projection in projections:
         if any(isinstance(tensor, DTensor) for tensor in projection.tensors):
             return "its weights are distributed"
@@ -103,7 +105,7 @@ def _activate(gate_up: Tensor, activation: str, clamp: tuple[float, float] | Non
     return gated(gate, up, activation) if clamp is None else clamped_swiglu(gate, up, *clamp)
 
 
-@torch.compiler.disable  # forced: which experts run is data, and tracing would compile one graph after the other
+@uncompiled("which experts run is data, and tracing would compile one graph after the other")  # forced
 def _loop(
     x: Tensor,
     indices: Tensor,

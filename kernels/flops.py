@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.flop_counter import register_flop_formula
+
+from bestiary.kernels.deferred import when_imported
 
 Tensors = Sequence[Tensor | None]
 
@@ -21,12 +21,23 @@ Tensors = Sequence[Tensor | None]
 def counted(*operators: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Registers a formula for operators of `torch.library.custom_op`; it is given what they are given."""
     packets = [operator._opoverload._overloadpacket for operator in operators]
-    register: Callable[[Callable[..., int]], Callable[..., int]] = register_flop_formula(packets, get_raw=True)
-    return register
+
+    def remember(formula: Callable[..., int]) -> Callable[..., int]:
+        when_counted(lambda counter: counter.register_flop_formula(packets, get_raw=True)(formula))
+        return formula
+
+    return remember
+
+
+def when_counted(register: Callable[[Any], object]) -> None:
+    """Calls `register` with torch's module of the counter once it is there; its import brings Triton's."""
+    when_imported("torch.utils.flop_counter", register)
 
 
 def has_data(*tensors: Tensor | None) -> bool:
     """Whether the numbers in all of them can be read."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
     return all(t is None or not (isinstance(t, FakeTensor) or t.is_meta) for t in tensors)
 
 

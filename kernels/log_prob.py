@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from bestiary.kernels import log_prob_chunked, log_prob_ops, log_prob_reference
+from bestiary.kernels import deferred, log_prob_chunked, log_prob_ops, log_prob_reference
 from bestiary.kernels.dispatch import choose
 from bestiary.kernels.errors import InvalidArgument
 from bestiary.kernels.log_prob_terms import LogitMap, LogProb, ScalarLoss, Setting, Wanted, check_labels
@@ -18,8 +18,7 @@ __all__ = ["LogProb", "linear_log_prob"]
 
 _IMPLEMENTATIONS: dict[str, ModuleType] = {"chunked": log_prob_chunked, "reference": log_prob_reference}
 
-
-uncompiled = torch.compiler.disable(reason="dropped tokens and chunks of the log-prob core depend on data")
+uncompiled = deferred.uncompiled("dropped tokens and chunks of the log-prob core depend on data")
 
 
 def linear_log_prob(

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from bestiary.kernels.flops import when_counted
 
 SMALL = 2**22  # multiply-adds below which calling costs more than it saves
 
@@ -26,17 +27,19 @@ def _multiply_adds(x: Sequence[int], weight: Sequence[int], *_: object, out_shap
     return 2 * prod(x) * weight[0]
 
 
-if inner_product is not None:
-    register_flop_formula(inner_product)(_multiply_adds)
-
-
 def _multiply_adds_in_place(_: object, left: Sequence[int], right: Sequence[int], **__: object) -> int:
     """What torch counts for `addmm`."""
     return 2 * prod(left) * right[1]
 
 
-if torch.ops.aten.addmm_ not in flop_registry:  # torch 2.13 counts `addmm` alone
-    register_flop_formula(torch.ops.aten.addmm_)(_multiply_adds_in_place)
+def _register(counter: Any) -> None:
+    if inner_product is not None:
+        counter.register_flop_formula(inner_product)(_multiply_adds)
+    if torch.ops.aten.addmm_ not in counter.flop_registry:  # torch 2.13 counts `addmm` alone
+        counter.register_flop_formula(torch.ops.aten.addmm_)(_multiply_adds_in_place)
+
+
+when_counted(_register)
 
 
 @cache

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from bestiary.kernels.errors import InvalidArgument
 
@@ -66,6 +65,8 @@ def localised(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tenso
         counts = sizes.tolist()
         shard = VocabShard(sum(counts[: dist.get_rank(group)]), len(counts), group) if len(counts) > 1 else None
         return Local(hidden, weight, _local_or_none(bias), target, sum(counts), shard)
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     if not isinstance(weight, DTensor):
         return Local(_replicated(hidden, "hidden"), weight, bias, _replicated(target, "target"), weight.shape[0], None)
     split = [dim for dim, placement in enumerate(weight.placements) if placement == Shard(0)]
@@ -97,6 +98,8 @@ def localised(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tenso
 
 
 def _local(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -105,6 +108,8 @@ def _local_or_none(tensor: Tensor | None) -> Tensor | None:
 
 
 def _replicated(tensor: Tensor, name: str) -> Tensor:
+    from torch.distributed.tensor import DTensor, Replicate
+
     if not isinstance(tensor, DTensor):
         return tensor
     if any(placement != Replicate() for placement in tensor.placements):

@@ -6,7 +6,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import maybe_mark_dynamic
 
 from bestiary.kernels.attention import MaskSpec
 from bestiary.kernels.balance import load_balancing_loss
@@ -68,6 +67,8 @@ class Backbone(nn.Module):
 
 def _any_length(x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: MaskSpec) -> None:
     """Ask the compiler for one graph for every number of tokens and documents, from the first call on."""
+    from torch._dynamo import maybe_mark_dynamic  # longer to import than all of torch
+
     for tensor in (x, *(rope or ())):
         maybe_mark_dynamic(tensor, 1)
     if mask.ranges()[0] is not None:

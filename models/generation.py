@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from bestiary.kernels.deferred import in_eager
 from bestiary.kernels.packed import packed_weights
 from bestiary.kernels.precision import at_least_fp32
 from bestiary.models.cache import Cache
@@ -105,7 +106,7 @@ class GenerationMixin:
         return {**kwargs, "input_ids": unseen}
 
     @torch.no_grad()
-    @torch.compiler.set_stance("force_eager")  # compiled blocks would be compiled again for every length of the cache
+    @in_eager  # compiled blocks would be compiled again for every length of the cache
     def generate(
         self,
         input_ids: Tensor,

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from bestiary.kernels.attention import OPERATORS
+from bestiary.kernels.attention import operators
 from bestiary.models.errors import InvalidConfig
 
 
@@ -68,4 +68,4 @@ def again(function: Callable[..., Any], *arguments: Any, keeps_attention: bool =
 
 
 def _keeping_attention() -> Any:
-    return create_selective_checkpoint_contexts(list(OPERATORS))
+    return create_selective_checkpoint_contexts(operators())

@@ -179,7 +179,7 @@ def test_every_arm_is_planned_and_nothing_else():
         for case in module.cases(False, True, Path("x"))
         for arm in case.arms
     }
-    assert set(SECONDS) == arms | {"load", "head", "control"}
+    assert set(SECONDS) == arms | {"startup", "load", "head", "control"}
 
 
 def test_the_short_run_fits_its_time(monkeypatch):

@@ -21,9 +21,9 @@ from bestiary.tools.bench.compare import planned_minutes, worst
 from bestiary.tools.bench.plan import SECONDS
 
 COMPARISONS = ("attention", "moe", "generate", "log_prob", "step", "loop")
-BENCHES = ("load", "head", *COMPARISONS)
-# Fewer than `load` and `head` take by default, so that the whole ends within 25 minutes.
-ROUNDS = {"load": 2, "head": 3} | dict.fromkeys(COMPARISONS, 2)
+BENCHES = ("startup", "load", "head", *COMPARISONS)
+# Fewer than they take by default, so that the whole ends within 25 minutes.
+ROUNDS = {"startup": 2, "load": 2, "head": 3} | dict.fromkeys(COMPARISONS, 2)
 
 EXAMPLE = """\
 examples:
@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("bestiary.tools.bench", __doc__, EXAMPLE)
     parser.add_argument("--select", default=",".join(BENCHES), help=f"of {','.join(BENCHES)}")
     parser.add_argument("--full", action="store_true", help="T = 2048 too")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes: it runs, no more (not load and head)")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny shapes: it runs, no more (not startup, load and head)"
+    )
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of bench.json and bench.md (default out)")
     args = parser.parse_args(argv)
     selected = args.select.split(",")

@@ -1,13 +1,14 @@
 """What each process of a benchmark took once on two cores, as data: the plan of a run, and no part of its verdict.
 
-Seconds from start to end of a process: imports, loading, warm-up, compilation and the timed work. `load` and `head` are
-planned as a whole, with the rounds of `make bench`. Every other sample in a benchmark's JSON has its `process_seconds`:
-refresh the figures from there.
+Seconds from start to end of a process: imports, loading, warm-up, compilation and the timed work. `startup`, `load` and
+`head` are planned as a whole, with the rounds of `make bench`. Every other sample in a benchmark's JSON has its
+`process_seconds`: refresh the figures from there.
 """
 
 from __future__ import annotations
 
 SECONDS: dict[str, float] = {
+    "startup": 30,
     "load": 50,
     "head": 60,
     "control": 4.5,
