@@ -240,4 +240,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from bestiary.tools import chaos  # the module that `loop.callbacks` names, and not a second one
+
+    sys.exit(chaos.main())
