@@ -380,15 +380,21 @@ def engine_of(config: GrpoConfig, policy: LocalPolicy, context: int) -> RolloutE
         )
 
 
-def sampler_of(config: GrpoConfig, engine: RolloutEngine, context: int) -> Episodes:
-    """Episodes with an engine in the environment of the file."""
+def sampler_of(
+    config: GrpoConfig, engine: RolloutEngine, context: int, environment: EnvironmentFactory | None = None
+) -> Episodes:
+    """Episodes with an engine in the environment of the file.
+
+    Args:
+        environment: where it is elsewhere; None: made here.
+    """
     section = config.environment
     if section is None:
         return Episodes(engine, context=context)
     return Episodes(
         engine,
         context=context,
-        environment=environment_of(config),
+        environment=environment or environment_of(config),
         threads=section.threads,
         timeout_s=section.timeout_s,
         max_turns=section.max_turns,

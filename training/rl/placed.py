@@ -22,13 +22,13 @@ from bestiary.training.processes import processes
 from bestiary.training.rl.cluster import session
 from bestiary.training.rl.config import GrpoConfig
 from bestiary.training.rl.environments import EnvironmentFactory
-from bestiary.training.rl.episodes import Episodes
 from bestiary.training.rl.groups import Group, Pool, RoleWorker
 from bestiary.training.rl.grpo import (
     Cast,
     environment_of,
     local_policy,
     refuse_small_context,
+    sampler_of,
     scorer_of,
 )
 from bestiary.training.rl.placement import PlacementSection
@@ -118,11 +118,9 @@ def cast(config: GrpoConfig, placement: PlacementSection, groups: Mapping[Role, 
     context = min(config.data.pack_length, engine.context)
     refuse_small_context(config, context)
     environments = RemoteEnvironments(groups["environment"]) if "environment" in groups else None
+    # One factory for all players: what it guards, it guards for all of them.
     factory: EnvironmentFactory | None = environments or environment_of(config)
-    players = [
-        Episodes(engine.alone(member), context=context, **_playing(config, factory))
-        for member in range(placement.rollout)
-    ]
+    players = [sampler_of(config, engine.alone(member), context, factory) for member in range(placement.rollout)]
     sampler = SpreadSampler(engine, players, environments)
     stack.callback(sampler.close)
     scorer: Scorer
@@ -138,14 +136,6 @@ def tokenizer_of(config: GrpoConfig, vocabulary: int) -> BaseHFModelTokenizer:
     """The run's, as `export.load_tokenizer` gives it beside a model of so many words."""
     rows = config.data.tokenizer.vocab_rows or vocabulary
     return config.data.tokenizer.model_copy(update={"vocab_rows": rows}).load()
-
-
-def _playing(config: GrpoConfig, factory: EnvironmentFactory | None) -> dict[str, Any]:
-    section = config.environment
-    if section is None:
-        return {}
-    given = section.model_dump(include={"threads", "timeout_s", "max_turns", "max_errors", "window"})
-    return {"environment": factory, **given}
 
 
 # ---------------------------------------------------------------------- in the processes
