@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from bestiary.training.errors import ClusterLost
+from bestiary.training.errors import ClusterLost, InvalidRun
 from bestiary.training.integrations.needs import needs
 
 with needs("ray", "bestiary[ray]"):
@@ -90,6 +90,8 @@ def session(cpus: int | None = None) -> Iterator[None]:
     Args:
         cpus: logical ones of a session on this machine, for it starts no more processes than it has of them; None: the
             machine's.
+    Raises:
+        InvalidRun: nobody answers at RAY_ADDRESS.
     """
     global _watch
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -97,7 +99,13 @@ def session(cpus: int | None = None) -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)  # Ray puts its own in its place, and leaves it there
     mine = not ray.is_initialized()
     if mine and "RAY_ADDRESS" in os.environ:
-        ray.init()
+        try:
+            ray.init()
+        except ConnectionError as error:
+            raise InvalidRun(
+                f"RAY_ADDRESS = {os.environ['RAY_ADDRESS']}, and no cluster of Ray answers there.",
+                remedy="start one (ray start --head), or unset RAY_ADDRESS to have one on this machine",
+            ) from error
     elif mine:
         ray.init(num_cpus=cpus, include_dashboard=False)
     if threading.current_thread() is threading.main_thread():

@@ -16,6 +16,7 @@ from bestiary.tools import chaos
 from bestiary.training.checkpoint import saved_steps
 
 ROUNDS = 24
+OPEN = {"RAY_AUTH_MODE": "disabled"}  # a token lies in the user's home, where another cluster's may
 
 
 def free_port():
@@ -33,6 +34,7 @@ def head(port):
         [sys.executable, "-m", "ray.scripts.scripts", *command, *ports],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        env={**os.environ, **OPEN},
     )
     try:
         waited(lambda: answers(port), 90)
@@ -67,7 +69,7 @@ def waited(what, seconds):
 
 
 def started(folder, port):
-    environment = {**os.environ, "RAY_ADDRESS": f"127.0.0.1:{port}", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **OPEN, "RAY_ADDRESS": f"127.0.0.1:{port}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "bestiary.tools.cli", "grpo", str(folder / "run.json"), "--json", "-"]
     return subprocess.Popen(
         command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
