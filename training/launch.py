@@ -284,7 +284,8 @@ def _session(ray: Any, place: Placement) -> Iterator[None]:
     if "RAY_ADDRESS" in os.environ:
         ray.init()
     else:
-        ray.init(num_cpus=max(place.processes * place.cores, os.cpu_count() or 1), include_dashboard=False)
+        cores = max(place.processes * place.cores, os.cpu_count() or 1)
+        ray.init(address="local", num_cpus=cores, include_dashboard=False)  # not one that somebody started here
     try:
         yield
     finally:

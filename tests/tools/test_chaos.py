@@ -17,7 +17,7 @@ ROUNDS = chaos.FIRST + len(chaos.ROLES) + 1
 @pytest.fixture(scope="module")
 def session():
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

@@ -102,7 +102,7 @@ def test_figures_that_come_late_are_not_lost():
 def session():
     """One on this machine, without its dashboard."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

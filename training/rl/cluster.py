@@ -107,7 +107,7 @@ def session(cpus: int | None = None) -> Iterator[None]:
                 remedy="start one (ray start --head), or unset RAY_ADDRESS to have one on this machine",
             ) from error
     elif mine:
-        ray.init(num_cpus=cpus, include_dashboard=False)
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)
     outer, _watch = _watch, Watch(ray.get_runtime_context().gcs_address)

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 
@@ -16,7 +17,6 @@ from bestiary.tools import chaos
 from bestiary.training.checkpoint import saved_steps
 
 ROUNDS = 24
-OPEN = {"RAY_AUTH_MODE": "disabled"}  # a token lies in the user's home, where another cluster's may
 
 
 def free_port():
@@ -25,8 +25,18 @@ def free_port():
         return free.getsockname()[1]
 
 
+@pytest.fixture
+def own():
+    """Environment of head and run: a folder for Ray alone, whose sockets need a short path, and no token of the user's.
+
+    In the usual folder `ray start` leaves an address that every other program on the machine would connect to.
+    """
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        yield {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder, "OMP_NUM_THREADS": "1"}
+
+
 @contextmanager
-def head(port):
+def head(port, environment):
     """A cluster of one node, all of which is killed at the end, workers included."""
     command = ["start", "--head", f"--port={port}", "--num-cpus=4", "--include-dashboard=false", "--block"]
     ports = [f"--ray-client-server-port={free_port()}", "--disable-usage-stats"]
@@ -34,7 +44,7 @@ def head(port):
         [sys.executable, "-m", "ray.scripts.scripts", *command, *ports],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, **OPEN},
+        env=environment,
     )
     try:
         waited(lambda: answers(port), 90)
@@ -68,8 +78,8 @@ def waited(what, seconds):
         time.sleep(0.1)
 
 
-def started(folder, port):
-    environment = {**os.environ, **OPEN, "RAY_ADDRESS": f"127.0.0.1:{port}", "OMP_NUM_THREADS": "1"}
+def started(folder, port, environment):
+    environment = {**environment, "RAY_ADDRESS": f"127.0.0.1:{port}"}
     command = [sys.executable, "-m", "bestiary.tools.cli", "grpo", str(folder / "run.json"), "--json", "-"]
     return subprocess.Popen(
         command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -78,13 +88,13 @@ def started(folder, port):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_says_that_its_head_is_gone_and_goes_on_with_a_new_one(tmp_path):
+def test_a_run_says_that_its_head_is_gone_and_goes_on_with_a_new_one(own, tmp_path):
     placement = {"policy": 1, "rollout": 1, "reward": 0}
     plain = {"environment": None, "algorithm": {"entropy": False}}
     chaos.write_run(tmp_path, ROUNDS, placement=placement, **plain)
     port = free_port()
-    with head(port):
-        run = started(tmp_path, port)
+    with head(port, own):
+        run = started(tmp_path, port, own)
         try:
             waited(lambda: run.poll() is not None or len(saved_steps(tmp_path / "out" / "checkpoints")) > 1, 240)
         except BaseException:
@@ -97,8 +107,8 @@ def test_a_run_says_that_its_head_is_gone_and_goes_on_with_a_new_one(tmp_path):
     assert "goes on from the newest resume point" in told
     step = saved_steps(tmp_path / "out" / "checkpoints")[-1]
     assert step < ROUNDS
-    with head(port):
-        run = started(tmp_path, port)
+    with head(port, own):
+        run = started(tmp_path, port, own)
         said, told = run.communicate(timeout=240)
     assert run.returncode == 0, told[-2000:]
     found = json.loads(said)

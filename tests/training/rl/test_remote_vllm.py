@@ -27,7 +27,7 @@ from .test_vllm_engine import PROMPTS, SAMPLING, small
 @pytest.fixture(scope="module")
 def session():
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
