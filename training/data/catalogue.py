@@ -25,7 +25,7 @@ class Catalogue:
 
     def __init__(self, ids: SemanticIds, codes: Codes) -> None:
         self.ids = ids
-        tokens = ids.ids_of(codes)
+        tokens = self._tokens = ids.ids_of(codes)
         order = np.lexsort(tokens.T[::-1])
         self._sorted = tokens[order]
         self._items = order
@@ -52,6 +52,10 @@ class Catalogue:
             return np.zeros(0, np.int32)
         low, high = self._range(beginning)
         return np.unique(self._sorted[low:high, len(beginning)])
+
+    def tokens(self, item: int) -> NDArray[np.int32]:
+        """(levels,), those of an item."""
+        return self._tokens[item]
 
     def item(self, tokens: Sequence[int] | NDArray[np.int32]) -> int | None:
         """The item that the tokens of all levels name, or None."""

@@ -1,8 +1,8 @@
-"""How well items are ranked: over the whole catalogue, never over a sample of it, with one right item a user."""
+"""How well items are ranked: over the whole catalogue, never a sample of it, one right item a user or several."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -42,6 +42,26 @@ def ndcg_at(ranks: NDArray[np.int64], k: int) -> float:
     """Mean of 1 / log2(rank + 1) where the item stands among the first k, else 0."""
     hit = (ranks != NOT_RANKED) & (ranks <= k)
     return float(np.where(hit, 1.0 / np.log2(np.maximum(ranks, 1) + 1.0), 0.0).mean())
+
+
+def discounts(count: int) -> NDArray[np.float64]:
+    """(count,): what a right item is worth at each rank, 1 / log2(rank + 1)."""
+    return 1.0 / np.log2(np.arange(count) + 2.0)
+
+
+def ndcg_of_lists(lists: Sequence[Sequence[int]], relevant: Sequence[Collection[int]], k: int) -> NDArray[np.float64]:
+    """NDCG@k of each user with several right items: (users,), 1 where the first places are all theirs.
+
+    Args:
+        lists: ranked, no item twice; what is missing of k counts for nothing.
+        relevant: at least one item each.
+    """
+    worth = discounts(k)
+    gained = [
+        sum(worth[rank] for rank, item in enumerate(shown[:k]) if item in right)
+        for shown, right in zip(lists, relevant, strict=True)
+    ]
+    return np.array(gained) / np.array([worth[: len(right)].sum() for right in relevant])
 
 
 def mean_reciprocal_rank(ranks: NDArray[np.int64]) -> float:

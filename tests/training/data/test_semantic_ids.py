@@ -17,6 +17,7 @@ from bestiary.training.data.ranking import (
     leave_one_out,
     mean_reciprocal_rank,
     ndcg_at,
+    ndcg_of_lists,
     ranks_by_score,
     ranks_in_lists,
     recall_at,
@@ -172,6 +173,10 @@ def test_metrics_of_one_right_item():
     assert ranks_in_lists(lists, [2, 5]).tolist() == [2, 0]
     assert recall_at(ranks_in_lists(lists, [2, 5]), 2) == 0.5
     assert ndcg_at(ranks_in_lists(lists, [2, 5]), 2) == pytest.approx(1 / np.log2(3) / 2)
+    assert ndcg_of_lists(lists, [{2}, {5}], 2).mean() == pytest.approx(ndcg_at(ranks_in_lists(lists, [2, 5]), 2))
+    several = ndcg_of_lists([[4, 1, 2], [1]], [{1, 2, 7}, {1, 9}], 3)
+    gained = 1 + 1 / np.log2(3)
+    assert several.tolist() == pytest.approx([(gained - 1 + 0.5) / (gained + 0.5), 1 / gained])
     assert coverage(lists, 8) == 0.5
 
 

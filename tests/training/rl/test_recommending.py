@@ -1,0 +1,102 @@
+"""The recommender's world: lists are worth their NDCG, and items that are nearly right something."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bestiary.training.data.catalogue import Catalogue
+from bestiary.training.data.ranking import ndcg_of_lists
+from bestiary.training.data.semantic_ids import SemanticIds
+from bestiary.training.errors import InvalidRun
+from bestiary.training.rl.embedded import EmbeddedEngine
+from bestiary.training.rl.environments import Said
+from bestiary.training.rl.episodes import Episodes
+from bestiary.training.rl.recommending import Recommending, SharedCodes
+from bestiary.training.rl.roles import Prompt
+from bestiary.training.rl.rollout import Sampling
+
+from ...models.tiny import tiny
+
+IDS = SemanticIds(levels=3, codebook_size=3, first_id=10)
+CATALOGUE = Catalogue(IDS, [[a, b, c] for a in range(3) for b in range(3) for c in range(2)])
+ITEMS = len(CATALOGUE)
+
+
+def said(item, turn=0):
+    return Said(ids=tuple(CATALOGUE.tokens(item).tolist()), finish="stop", turn=turn)
+
+
+def moment(*later):
+    return Prompt(prompt_id="p", ids=(1, 2), row={"later": list(later)})
+
+
+def played(environment, prompt, items):
+    assert list(environment.reset(prompt, seed=0)) == [1, 2]
+    heard = [environment.step(said(item, turn)) for turn, item in enumerate(items)]
+    assert [one.done for one in heard] == [False] * (len(items) - 1) + [True]
+    assert heard[-1].extra["items"] == list(items)
+    return sum(one.rewards["ndcg"] for one in heard)
+
+
+@given(st.permutations(range(ITEMS)), st.sets(st.integers(0, ITEMS - 1), min_size=1, max_size=6), st.integers(1, 6))
+def test_a_list_is_worth_its_ndcg(order, later, shown):
+    shown_items = order[:shown]
+    reward = played(Recommending(CATALOGUE, shown=shown), moment(*later), shown_items)
+    assert reward == pytest.approx(float(ndcg_of_lists([shown_items], [later], shown)[0]))
+
+
+def test_an_item_is_worth_nothing_the_second_time():
+    once, twice = (played(Recommending(CATALOGUE, shown=2), moment(4, 5), items) for items in ([4, 9], [4, 4]))
+    assert once == twice < played(Recommending(CATALOGUE, shown=2), moment(4, 5), [4, 5]) == 1.0
+
+
+def test_what_is_no_item_takes_its_place_and_is_worth_nothing():
+    made = Recommending(CATALOGUE, shown=2)
+    made.reset(moment(4), seed=0)
+    assert made.step(Said(ids=(3, 3, 3), finish="length", turn=0)).rewards == {"ndcg": 0.0}
+    last = made.step(said(4, 1))
+    assert 0 < last.rewards["ndcg"] < 1
+    assert last.extra["items"] == [None, 4]
+    assert last.done
+
+
+def test_beginnings_that_are_right_earn_their_credit():
+    """Of the later item that is nearest: items 0 and 1 share two codes, 0 and 2 one, 0 and 6 none."""
+    gain = SharedCodes(CATALOGUE, (0.0, 0.2, 0.5))
+    assert [gain(item, [0]) for item in (0, 1, 2, 6)] == [1.0, 0.5, 0.2, 0.0]
+    assert gain(1, [6, 2, 0]) == 0.5
+    assert [SharedCodes(CATALOGUE)(item, [0]) for item in (0, 1)] == [1.0, 0.0]
+    assert played(Recommending(CATALOGUE, gain=gain), moment(0), [1]) == 0.5
+    for credit in ((0.0, 0.2, 0.5, 1.0), (-0.1,)):
+        with pytest.raises(InvalidRun, match="credit"):
+            SharedCodes(CATALOGUE, credit)
+    with pytest.raises(InvalidRun, match="shown = 0"):
+        Recommending(CATALOGUE, shown=0)
+
+
+def test_a_list_is_an_episode_of_constrained_turns():
+    """Each turn among the items, whatever stands before it; what was allowed is recorded for every token."""
+    model = tiny("qwen3")
+    sampling = Sampling(max_tokens=3, n=2, seed=1, constraint=CATALOGUE)
+    sampler = Episodes(
+        EmbeddedEngine(model),
+        context=model.decoder_config.max_position_embeddings,
+        environment=partial(Recommending, CATALOGUE, shown=3),
+    )
+    try:
+        sampler.put([moment(3, 7), Prompt(prompt_id="q", ids=(5, 5, 5), row={"later": [1]})], sampling)
+        groups = sampler.take(2)
+    finally:
+        sampler.close()
+    for one in (each for group in groups for each in group):
+        items = [CATALOGUE.item(ids) for ids in one.ids[one.sampled].reshape(3, 3)]
+        assert items == one.extra["items"]
+        assert one.finish == "stop"
+        assert one.rewards["ndcg"] == pytest.approx(
+            played(Recommending(CATALOGUE, shown=3), moment(*one.extra["row"]["later"]), items)
+        )
+        assert ((one.allowed >= 0).any(1) == one.sampled).all()
+        assert np.isfinite(one.rollout_log_probs).all()
