@@ -188,14 +188,17 @@ class EnvironmentSection(Section):
 
     Attributes:
         name: module:name of what makes an `environments.Environment`.   options: given to it, by name.
-        tools: in place of a name.
-        threads, timeout_s, max_turns: as `episodes.Episodes`.
+        apart: each in a process of its own while it is played, which ends when it hangs.   tools: in place of a name.
+        at_once: environments at one time; None: one for every episode in flight.
+        threads, timeout_s, max_turns: as `episodes.Episodes`; timeout_s also ends processes.
         max_errors: share of the last `window` episodes that errors of their environment may end.
     """
 
     name: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
+    apart: bool = False
     tools: ToolsSection | None = None
+    at_once: Count | None = None
     threads: Count = 8
     timeout_s: Positive = 60.0
     max_turns: Count = 64
@@ -206,8 +209,8 @@ class EnvironmentSection(Section):
     def _one(self) -> EnvironmentSection:
         if (self.name is None) == (self.tools is None):
             raise ValueError("name, of an environment, or tools, to be called: one of both")
-        if self.options and self.name is None:
-            raise ValueError("options are of name; leave them out")
+        if self.name is None and (self.options or self.apart):
+            raise ValueError("options and apart are of name; leave them out")
         return self
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from bestiary.training.rl.roles import Prompt
+from bestiary.training.rl.prompt import Prompt
 from bestiary.training.rl.rollout import Finish
 
 

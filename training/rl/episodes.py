@@ -12,19 +12,18 @@ asked in the same call, and after how many failures, changes nothing but roundin
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, get_args
-
-import numpy as np
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import get_args
 
 from bestiary.training.errors import EnvironmentFailed, InvalidRun, RoleLost
 from bestiary.training.rl.allowance import Allowance
 from bestiary.training.rl.calls import Calls, TimedOut
-from bestiary.training.rl.environments import Environment, EnvironmentFactory, Heard, Said
+from bestiary.training.rl.environments import EnvironmentFactory, Heard, Said
+from bestiary.training.rl.episode import Episode, Group, added
 from bestiary.training.rl.records import RecordsRefused, Trajectory
 from bestiary.training.rl.roles import Prompt
 from bestiary.training.rl.rollout import Finish, Rollout, RolloutEngine, Sampling, seed_of
@@ -48,6 +47,7 @@ class Episodes:
         environment: makes the world of one episode; None: an episode is one answer to its prompt.
         threads: environments that are asked at one time.
         timeout_s: of one call of an environment. A thread whose call hangs is left behind and replaced.
+        at_once: episodes that have an environment at one time; others wait until one of these ends. None: all.
         max_turns: answers of an episode, at most; an environment that wants more is cut off.
         batch: answers asked of the engine in one call, at most; None: all that wait.
         max_errors, window: of environments, see `Allowance`.
@@ -64,27 +64,30 @@ class Episodes:
         environment: EnvironmentFactory | None = None,
         threads: int = 8,
         timeout_s: float = 60.0,
+        at_once: int | None = None,
         max_turns: int = 64,
         batch: int | None = None,
         max_errors: float = 0.05,
         window: int = 256,
     ) -> None:
-        for name, value in (("threads", threads), ("max_turns", max_turns), ("batch", 1 if batch is None else batch)):
-            if value < 1:
+        counts = {"threads": threads, "max_turns": max_turns, "batch": batch, "at_once": at_once}
+        for name, value in counts.items():
+            if value is not None and value < 1:
                 raise InvalidRun(f"{name} = {value}.", remedy="at least 1")
         if not timeout_s > 0:
             raise InvalidRun(f"timeout_s = {timeout_s}.", remedy="seconds, above 0")
         self.engine = engine
         self._context, self._factory, self._max_turns, self._batch = context, environment, max_turns, batch
-        self._timeout_s = timeout_s
+        self._timeout_s, self._at_once = timeout_s, at_once
         self._allowance = Allowance(max_errors, window)
         self._changed = threading.Condition()
-        self._groups: dict[str, _Group] = {}
-        self._waiting: list[_Episode] = []
-        self._lost: list[_Episode] = []
+        self._groups: dict[str, Group] = {}
+        self._waiting: list[Episode] = []
+        self._lost: list[Episode] = []
+        self._later: deque[Episode] = deque()
         self._fault: Exception | None = None
         self._paused = self._sampling = self._closed = False
-        self._begun = self._complete = self._playing = 0
+        self._begun = self._complete = self._playing = self._open = 0
         self._took_s = _FIRST_S
         self._calls = Calls(threads, timeout_s, "environment")
         self._thread = threading.Thread(target=self._sample, name="rollout", daemon=True)
@@ -106,7 +109,7 @@ class Episodes:
                 names.add(one.prompt_id)
                 self._check_room(f"prompt {one.prompt_id}", one.ids, sampling)
             for one in prompts:
-                group = _Group([_Episode(one, n, sampling, self._begun + n) for n in range(sampling.n)])
+                group = Group([Episode(one, n, sampling, self._begun + n) for n in range(sampling.n)])
                 self._begun += sampling.n
                 self._groups[one.prompt_id] = group
                 for episode in group.episodes:
@@ -152,7 +155,7 @@ class Episodes:
             lost, self._lost = self._lost, []
             for episode in lost:
                 episode.begin_again()
-                self._begin(episode)
+                self._reset(episode)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -163,6 +166,7 @@ class Episodes:
             self._closed = True
             waiting, self._waiting = self._waiting, []
             self._groups.clear()
+            self._later.clear()
             self._changed.notify_all()
         self._thread.join()
         for episode in waiting:
@@ -208,7 +212,7 @@ class Episodes:
     def _may_sample(self) -> bool:
         return bool(self._waiting) and not self._paused and self._fault is None
 
-    def _next(self) -> tuple[list[_Episode], Sampling]:
+    def _next(self) -> tuple[list[Episode], Sampling]:
         """Those that are asked together: the oldest, and those sampled like it."""
         self._waiting.sort(key=lambda one: one.order)
         wanted = self._wanted(self._waiting[0])
@@ -217,12 +221,12 @@ class Episodes:
         self._waiting = [one for one in self._waiting if id(one) not in chosen]
         return alike, wanted
 
-    def _wanted(self, episode: _Episode) -> Sampling:
+    def _wanted(self, episode: Episode) -> Sampling:
         """One answer; the seed is part of its name, so rounds that differ in nothing else are asked together."""
         room = self._context - len(episode.ids)
         return replace(episode.sampling, n=1, seed=0, max_tokens=min(episode.sampling.max_tokens, room))
 
-    def _answered(self, episode: _Episode, rollout: Rollout, seconds: float) -> None:
+    def _answered(self, episode: Episode, rollout: Rollout, seconds: float) -> None:
         said = episode.say(rollout, seconds)
         if self._factory is None:
             self._end(episode, said.finish)
@@ -231,14 +235,21 @@ class Episodes:
 
     # ------------------------------------------------------------------ environments, in their threads
 
-    def _begin(self, episode: _Episode) -> None:
+    def _begin(self, episode: Episode) -> None:
         if self._factory is None:
             self._waiting.append(episode)
+        elif self._at_once is not None and self._open >= self._at_once:
+            self._later.append(episode)
         else:
-            factory = self._factory
-            self._ask(episode, lambda: self._reset(episode, factory))
+            self._open += 1
+            self._reset(episode)
 
-    def _ask(self, episode: _Episode, work: Callable[[], Heard]) -> None:
+    def _reset(self, episode: Episode) -> None:
+        assert self._factory is not None
+        factory = self._factory
+        self._ask(episode, lambda: self._opening(episode, factory))
+
+    def _ask(self, episode: Episode, work: Callable[[], Heard]) -> None:
         self._playing += 1
         self._calls.submit(
             lambda: _closing_on_error(episode, work),
@@ -246,30 +257,30 @@ class Episodes:
             late=episode.close,
         )
 
-    def _reset(self, episode: _Episode, factory: EnvironmentFactory) -> Heard:
+    def _opening(self, episode: Episode, factory: EnvironmentFactory) -> Heard:
         episode.environment = made = factory()
         seed = seed_of(episode.sampling.seed, episode.prompt.prompt_id, "environment")
         ids = _ids(made.reset(episode.prompt, seed=seed))
         self._check_room("what the environment begins with", ids, episode.sampling)
         return Heard(ids=ids)
 
-    def _step(self, episode: _Episode, said: Said) -> Heard:
+    def _step(self, episode: Episode, said: Said) -> Heard:
         environment = episode.environment
         assert environment is not None
         heard = environment.step(said)
-        rewards, finish = _added({}, heard.rewards), heard.finish
+        rewards, finish = added({}, heard.rewards), heard.finish
         if finish not in (None, *get_args(Finish)):
             raise ValueError(f"finish = {finish!r}")
         ids = () if heard.done else _ids(heard.ids)
         more = len(episode.ids) + len(ids) < self._context and episode.turns < self._max_turns
         if not heard.done and not more:
-            ids, rewards, finish = (), _added(rewards, environment.cut_off()), "length"
+            ids, rewards, finish = (), added(rewards, environment.cut_off()), "length"
         done = heard.done or not more
         if done:
             episode.close()
         return replace(heard, ids=ids, done=done, rewards=rewards, finish=finish, extra=dict(heard.extra))
 
-    def _heard(self, episode: _Episode, heard: Heard | None, raised: Exception | None, seconds: float) -> None:
+    def _heard(self, episode: Episode, heard: Heard | None, raised: Exception | None, seconds: float) -> None:
         """What an environment answered; in its thread, or in that of `take` when it hangs."""
         with self._changed:
             self._playing -= 1
@@ -292,7 +303,7 @@ class Episodes:
         if not isinstance(raised, TimedOut):
             episode.close()
 
-    def _failed(self, episode: _Episode, raised: Exception) -> None:
+    def _failed(self, episode: Episode, raised: Exception) -> None:
         told = f"{type(raised).__name__}: {raised}"
         episode.fail(told)
         self._end(episode, "length")
@@ -310,12 +321,16 @@ class Episodes:
         if self._fault is None or isinstance(self._fault, RoleLost):
             self._fault = fault
 
-    def _end(self, episode: _Episode, finish: Finish) -> None:
+    def _end(self, episode: Episode, finish: Finish) -> None:
         episode.end(finish)
         group = self._groups[episode.prompt.prompt_id]
         if all(one.trajectory is not None for one in group.episodes):
             self._complete += 1
             group.ended = self._complete
+        if self._factory is not None:
+            self._open -= 1
+            if self._later:
+                self._begin(self._later.popleft())
 
     def _check_room(self, what: str, ids: Sequence[int], sampling: Sampling) -> None:
         if not len(ids):
@@ -328,106 +343,7 @@ class Episodes:
             )
 
 
-class _Episode:
-    """One answer, or conversation, as far as it has come."""
-
-    def __init__(self, prompt: Prompt, sample: int, sampling: Sampling, order: int) -> None:
-        self.prompt, self.sample, self.sampling, self.order = prompt, sample, sampling, order
-        self.begin_again()
-
-    def begin_again(self) -> None:
-        """As if nothing had been played."""
-        self.ids = list(self.prompt.ids)
-        self.environment: Environment | None = None
-        self.trajectory: Trajectory | None = None
-        self.turns = 0
-        self.finish: Finish = "length"
-        self.sample_s = self.environment_s = 0.0
-        self._said: list[tuple[int, Rollout]] = []
-        self._rewards: dict[str, float | None] = {}
-        self._extra: dict[str, Any] = {}
-
-    @property
-    def answer_name(self) -> tuple[int, str, int, int]:
-        """Of the next answer: what its seed is made of."""
-        return self.sampling.seed, self.prompt.prompt_id, self.sample, self.turns
-
-    def say(self, rollout: Rollout, seconds: float) -> Said:
-        """Append an answer."""
-        words = tuple(rollout.ids.tolist())
-        self._said.append((len(self.ids), rollout))
-        self.ids += words
-        self.finish, self.sample_s = rollout.finish, self.sample_s + seconds
-        self.turns += 1
-        return Said(ids=words, finish=rollout.finish, turn=self.turns - 1)
-
-    def hear(self, heard: Heard) -> None:
-        """Append what follows an answer, or stand at what the first one is sampled behind."""
-        self.ids = [*(self.ids if self.turns else ()), *heard.ids]
-        self._rewards = _added(self._rewards, heard.rewards)
-        self._extra |= heard.extra
-
-    def fail(self, told: str) -> None:
-        """Keep no reward: it was not played to its end."""
-        self._rewards = {}
-        self._extra["failed"] = told
-
-    def close(self) -> None:
-        """Let go of its environment; may be called again."""
-        environment, self.environment = self.environment, None
-        if environment is not None:
-            environment.close()
-
-    def end(self, finish: Finish) -> None:
-        """Make its record."""
-        sampled = np.zeros(len(self.ids), np.bool_)
-        kinds = [one.log_probs.dtype for _, one in self._said]
-        log_probs = np.zeros(len(self.ids), np.result_type(np.float32, *kinds))
-        for start, one in self._said:
-            sampled[start : start + len(one)] = True
-            log_probs[start : start + len(one)] = one.log_probs
-        allowed = None
-        if any(one.allowed is not None for _, one in self._said):
-            width = max(one.allowed.shape[1] for _, one in self._said if one.allowed is not None)
-            allowed = np.full((len(self.ids), width), -1, np.int32)
-            for start, one in self._said:
-                if one.allowed is not None:
-                    allowed[start : start + len(one), : one.allowed.shape[1]] = one.allowed
-        told = {
-            "row": dict(self.prompt.row),
-            "turns": self.turns,
-            "sample_s": self.sample_s,
-            "environment_s": self.environment_s,
-        }
-        self.trajectory = Trajectory(
-            prompt_id=self.prompt.prompt_id,
-            group_id=self.prompt.prompt_id,
-            sample=self.sample,
-            ids=np.array(self.ids, np.int32),
-            sampled=sampled,
-            rollout_log_probs=log_probs,
-            temperature=self.sampling.temperature,
-            version=min((one.version for _, one in self._said), default=0),
-            finish=finish,
-            rewards=self._rewards,
-            extra=self._extra | told,
-            allowed=allowed,
-        )
-
-
-@dataclass(eq=False)
-class _Group:
-    """Answers to one prompt.
-
-    Attributes:
-        ended: its place among the groups that are complete; None: it is not yet.
-    """
-
-    episodes: list[_Episode]
-    ended: int | None = None
-
-
-def _check_answers(found: Sequence[Rollout], asked: Sequence[_Episode]) -> None:
+def _check_answers(found: Sequence[Rollout], asked: Sequence[Episode]) -> None:
     """Refuse what no record can be made of while it can still be asked for again."""
     if len(found) != len(asked):
         raise RecordsRefused(f"the engine gave {len(found)} answers to {len(asked)} prompts.", remedy="one for each")
@@ -447,7 +363,7 @@ def _alike(one: Sampling, other: Sampling) -> bool:
     return one.constraint is other.constraint and replace(one, constraint=None) == replace(other, constraint=None)
 
 
-def _closing_on_error(episode: _Episode, work: Callable[[], Heard]) -> Heard:
+def _closing_on_error(episode: Episode, work: Callable[[], Heard]) -> Heard:
     try:
         return work()
     except Exception:
@@ -457,21 +373,6 @@ def _closing_on_error(episode: _Episode, work: Callable[[], Heard]) -> Heard:
 
 def _ids(given: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(word) for word in given)
-
-
-def _added(rewards: Mapping[str, float | None], more: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Sums by name; None with anything is None.
-
-    Raises:
-        ValueError: a reward that is no finite number.
-    """
-    made = dict(rewards)
-    for name, value in more.items():
-        before = made.get(name, 0.0)
-        made[name] = None if value is None or before is None else before + float(value)
-        if value is not None and not math.isfinite(float(value)):
-            raise ValueError(f"the reward {name} is {value}")
-    return made
 
 
 def _nothing(*_told: object) -> None:

@@ -39,6 +39,8 @@ from bestiary.training.rl.conversations import ToolEnvironments
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.environments import EnvironmentFactory
 from bestiary.training.rl.episodes import Episodes
+from bestiary.training.rl.isolated import START_S
+from bestiary.training.rl.isolated_environments import IsolatedEnvironments
 from bestiary.training.rl.judges import EndpointJudge, FunctionJudge, Judge
 from bestiary.training.rl.policy import Account, LocalFrozen, LocalPolicy, Room
 from bestiary.training.rl.prompts import Prompts, count_prompts
@@ -396,7 +398,9 @@ def sampler_of(
         context=context,
         environment=environment or environment_of(config),
         threads=section.threads,
-        timeout_s=section.timeout_s,
+        # Of those apart a step, what follows it and a start end by themselves.
+        timeout_s=3 * section.timeout_s + START_S if section.apart else section.timeout_s,
+        at_once=section.at_once,
         max_turns=section.max_turns,
         max_errors=section.max_errors,
         window=section.window,
@@ -413,6 +417,8 @@ def environment_of(config: GrpoConfig) -> EnvironmentFactory | None:
         tools = Tools(given.functions, timeout_s=given.timeout_s, processes=given.processes, fresh=given.fresh)
         return ToolEnvironments(config.data.tokenizer.load(), tools, calls=given.calls)
     assert section.name is not None
+    if section.apart:
+        return IsolatedEnvironments(section.name, section.options, timeout_s=section.timeout_s)
     return partial(component(section.name, "environment.name", InvalidRun), **section.options)
 
 

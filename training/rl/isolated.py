@@ -17,12 +17,14 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 16
+START_S = 120.0
 _KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ", "OMP_NUM_THREADS", "PYTHONPATH")
 
 
@@ -75,12 +77,13 @@ class Isolated:
     function: str
     adapter: str | None = None
     limits: Limits = field(default_factory=Limits)
-    start_s: float = 120.0
+    start_s: float = START_S
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._stop: weakref.finalize[..., Any] | None = None
 
     def start(self) -> None:
         """Start the process, unless it runs.
@@ -124,6 +127,7 @@ class Isolated:
             env=dict(environment),
             start_new_session=True,
         )
+        self._stop = weakref.finalize(self, _stop, self._process)  # where nobody closes it
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
@@ -181,17 +185,21 @@ class Isolated:
         return b"".join(parts)
 
     def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                pipe.close()
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        self._process = None
+        if self._stop is not None:
+            self._stop()
         folder, self._folder = self._folder, None
         if folder is not None:
             folder.cleanup()
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _wait(read: list[int], write: list[int], until: float) -> None:

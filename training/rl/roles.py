@@ -9,31 +9,16 @@ does no harm.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from bestiary.training.rl.packing import Column
+from bestiary.training.rl.prompt import Prompt as Prompt
 from bestiary.training.rl.records import Experience, Trajectory
 from bestiary.training.rl.rollout import Rollout, RolloutEngine, Sampling
 from bestiary.training.rl.weight_sync import Synced
 
 Figures = Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """What an episode starts from.
-
-    Attributes:
-        prompt_id: name in the run: source, row and epoch. What was trained on is told by these names.
-        ids: of the first turn, as the policy sees it.
-        row: what the data says beside it (an answer to compare with, a start of an environment), JSON values.
-    """
-
-    prompt_id: str
-    ids: tuple[int, ...]
-    row: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Sampler(Protocol):

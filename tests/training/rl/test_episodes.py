@@ -1,5 +1,6 @@
 """Episodes between an engine and environments: whole groups, the same whatever happens on the way."""
 
+import sys
 import threading
 import time
 
@@ -14,6 +15,7 @@ from bestiary.training.rl import episodes as rl_episodes
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.environments import Heard
 from bestiary.training.rl.episodes import Episodes
+from bestiary.training.rl.isolated_environments import IsolatedEnvironments
 from bestiary.training.rl.records import RecordsRefused
 from bestiary.training.rl.roles import Prompt
 from bestiary.training.rl.rollout import Rollout, Sampling
@@ -179,6 +181,74 @@ def test_a_world_that_fails_costs_its_episodes_and_too_many_of_them_the_run(way)
     while Counting.open and time.monotonic() < until:
         time.sleep(0.01)
     assert Counting.open == 0
+
+
+WORLDS = """
+import os, time
+from bestiary.training.rl.environments import Heard
+
+class World:
+    def __init__(self, turns):
+        self.turns = turns
+
+    def reset(self, prompt, *, seed):
+        self.way = prompt.row.get("way")
+        assert not prompt.row.get("refused"), "no such world"
+        return [*prompt.ids, 11 + seed % 5]
+
+    def step(self, said):
+        if self.way == "hangs":
+            while True:
+                pass
+        if self.way == "dies":
+            os._exit(3)
+        told = {"pid": os.getpid()}
+        return Heard(ids=(12,), done=said.turn + 1 == self.turns, rewards={"said": len(said.ids)}, extra=told)
+
+    def cut_off(self):
+        return {"said": 100}
+
+    def close(self):
+        assert self.way != "stays", "it stays"
+"""
+
+
+def test_an_environment_apart_is_ended_where_it_hangs_and_costs_its_episode_alone(tmp_path, monkeypatch):
+    (tmp_path / "worlds_apart.py").write_text(WORLDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(rl_episodes, "LINGER", 1000.0)
+    home = IsolatedEnvironments("worlds_apart:World", {"turns": 2}, timeout_s=2.0)
+    rows = [{}, {"way": "hangs"}, {"way": "dies"}, {"refused": True}, {"way": "stays"}, {}]
+    prompts = [Prompt(prompt_id=f"p{n}", ids=(1, 2), row=row) for n, row in enumerate(rows)]
+    groups = played(ScriptedEngine(), prompts, Sampling(max_tokens=5), environment=home, at_once=2, threads=2)
+    told = {name: one.extra.get("failed", "") for name, (one,) in groups.items()}
+    assert told.pop("p0") == told.pop("p5") == ""
+    for name, part in (("p1", "more than 2 s"), ("p2", "exit code 3"), ("p3", "no such world"), ("p4", "it stays")):
+        assert part in told[name]
+    (one,) = groups["p5"]
+    assert (one.rewards["said"], one.extra["turns"]) == (float(one.sampled.sum()), 2)
+    processes = [one._process for one in home._free]
+    assert len(processes) == 2  # at once, and used again
+    assert one.extra["pid"] in {process.pid for process in processes}
+    home.close()
+    assert all(process.poll() is not None for process in processes)
+    assert "worlds_apart" not in sys.modules
+    with pytest.raises(InvalidRun, match="'worlds_apart:Nothing' cannot be loaded"):
+        IsolatedEnvironments("worlds_apart:Nothing", timeout_s=1.0)
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_no_more_environments_than_wanted_are_open(at_once):
+    most = []
+
+    class Counted(Counting):
+        def reset(self, prompt, *, seed):
+            most.append(Counting.open)
+            return super().reset(prompt, seed=seed)
+
+    found = played(ScriptedEngine(), environment=Counted, at_once=at_once)
+    assert max(most) <= at_once
+    assert said(found) == said(played(ScriptedEngine(), environment=Counting))
 
 
 def test_an_environment_whose_process_died_begins_again():

@@ -53,6 +53,7 @@ def test_what_a_run_saves_of_itself_is_the_same_run(tmp_path):
         ("algorithm.correction={kind: icepop, high: 5}", r"correction\.low = 0 of icepop"),
         ("algorithm.reference=adapters_off", r"algorithm\.reference = adapters_off and nothing asks for one"),
         ("algorithm.refill=2", r"algorithm\.refill = 2 and grpo trains on equal groups too"),
+        ("environment={tools: {functions: [a:b]}, apart: true}", r"options and apart are of name; leave them out"),
         ("loop.updates=9", r"updates = 9 of 8 prompts: some would have none"),
         ("loop.steps=null", r"neither loop\.steps nor data\.epochs"),
         ("loop.stalenes=1", r"loop\.stalenes is no known key(.|\n)*did you mean staleness"),
