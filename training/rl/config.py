@@ -123,6 +123,7 @@ class RewardSection(Section):
         function: module:name, see `answer.RewardFunction`.   endpoint: http or https.   model: a checkpoint.
         timeout_s: of a call.   rows: answers in a call.   processes: calls at one time.
         abstains: None says that an answer is not this judge's; else it counts as an error.
+        token: name of the environment variable with the bearer token of an endpoint; its value is in no file.
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -134,9 +135,12 @@ class RewardSection(Section):
     rows: Count = 64
     processes: Count = 1
     abstains: bool = False
+    token: str | None = None
 
     @model_validator(mode="after")
     def _one(self) -> RewardSection:
+        if self.token is not None and self.endpoint is None:
+            raise ValueError(f"{self.name} has a token and no endpoint that it is for; leave it out")
         given = [name for name in ("function", "endpoint", "model") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{self.name} has {' and '.join(given)}: one judge, one name")

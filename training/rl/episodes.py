@@ -102,6 +102,8 @@ class Episodes:
             InvalidRun: a prompt that is in flight, is empty, or leaves no room for an answer; names it.
         """
         with self._changed:
+            if self._closed:
+                raise InvalidRun("the sampler is closed.", remedy="put before close")
             names = set(self._groups)
             for one in prompts:
                 if one.prompt_id in names:

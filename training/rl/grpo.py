@@ -6,6 +6,7 @@ out/ holds what every run's does (see `bestiary.training.run`), and `rollouts/` 
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -431,7 +432,7 @@ def scorer_of(config: GrpoConfig, tokenizer: BaseHFModelTokenizer, device: torch
     section = config.rewards
     bound: dict[str, Any] = {"max_errors": section.max_errors, "window": section.window}
     judges = {
-        one.name: _judge(one) for one in section.functions if one.function is not None or one.endpoint is not None
+        one.name: judge_of(one) for one in section.functions if one.function is not None or one.endpoint is not None
     }
     rewards = Rewards(judges, tokenizer=tokenizer, **bound)
     stack.callback(rewards.close)
@@ -444,9 +445,22 @@ def scorer_of(config: GrpoConfig, tokenizer: BaseHFModelTokenizer, device: torch
     return Chained([rewards, *models]) if models else rewards
 
 
-def _judge(section: RewardSection) -> Judge:
+def judge_of(section: RewardSection) -> Judge:
+    """A function or an endpoint.
+
+    Raises:
+        InvalidRun: a function that cannot be loaded, or an environment variable that is missing.
+    """
     common: dict[str, Any] = {"timeout_s": section.timeout_s, "rows": section.rows, "abstains": section.abstains}
     if section.function is not None:
         return FunctionJudge(section.function, processes=section.processes, **common)
     assert section.endpoint is not None
-    return EndpointJudge(section.endpoint, requests=section.processes, **common)
+    headers = {}
+    if section.token is not None:
+        if section.token not in os.environ:
+            raise InvalidRun(
+                f"rewards: {section.name} has token = {section.token}, and no environment variable has that name.",
+                remedy=f"export {section.token}=…, with the token as its value",
+            )
+        headers = {"Authorization": f"Bearer {os.environ[section.token]}"}
+    return EndpointJudge(section.endpoint, requests=section.processes, headers=headers, **common)

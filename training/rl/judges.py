@@ -113,6 +113,9 @@ class EndpointJudge:
         rows: answers in a request, at most.   requests: at one time.
         abstains: see `FunctionJudge`.   headers: sent along, an authorization for example.
 
+    Attributes:
+        headers: all that are sent.
+
     Raises:
         InvalidRun: no such url, or a number outside its range.
     """
@@ -133,7 +136,7 @@ class EndpointJudge:
             raise InvalidRun(f"reward endpoint {url!r} with retries = {retries}.", remedy="http(s)://…, from 0 on")
         self._url, self._timeout, self._retries = url, timeout_s, retries
         self._rows, self._requests, self._abstains = rows, requests, abstains
-        self._headers = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
+        self.headers = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
         self._waits_s = _WAITS_S
 
     def judge(self, answers: Sequence[Answer]) -> Iterator[tuple[int, Verdict]]:
@@ -174,7 +177,7 @@ class EndpointJudge:
     def _post(self, body: bytes) -> bytes:
         """The answer's bytes; a timeout of a socket is one of each byte, so time is looked at between them."""
         until = time.monotonic() + self._timeout
-        request = urllib.request.Request(self._url, data=body, headers=self._headers, method="POST")
+        request = urllib.request.Request(self._url, data=body, headers=self.headers, method="POST")
         parts: list[bytes] = []
         with urllib.request.urlopen(request, timeout=self._timeout) as answer:
             while part := answer.read1(1 << 16):

@@ -318,6 +318,8 @@ def test_prompts_that_cannot_be_played_are_refused_by_name_and_nothing_is_begun(
     finally:
         engine.may.set()
         episodes.close()
+    with pytest.raises(InvalidRun, match="the sampler is closed"):
+        episodes.put(PROMPTS, SAMPLING)
 
 
 def test_answers_of_an_engine_that_are_none_are_told_by_the_prompts_name():

@@ -13,8 +13,8 @@ from bestiary.tools import cli
 from bestiary.training.checkpoint import saved_steps
 from bestiary.training.control import Interruption
 from bestiary.training.errors import CheckpointRefused, EnvironmentFailed, InvalidRun
-from bestiary.training.rl.config import load_grpo_config
-from bestiary.training.rl.grpo import environment_of, run
+from bestiary.training.rl.config import RewardSection, load_grpo_config
+from bestiary.training.rl.grpo import environment_of, judge_of, run
 from bestiary.training.rl.records import load_experiences
 
 from ...models.tiny import tiny_config
@@ -187,6 +187,15 @@ def test_prompts_in_another_tokenizers_ids_are_refused(place, tmp_path):
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(InvalidRun, match=r"data\.tokenizer\.src = .* has another tokenizer"):
         run(load_grpo_config(place / "run.json", [f"out={tmp_path / 'out'}", f"model.src={other}"]))
+
+
+def test_the_token_of_an_endpoint_is_an_environment_variables(place, monkeypatch):
+    section = RewardSection(name="liked", endpoint="http://127.0.0.1:9/", token="LIKED_TOKEN")
+    monkeypatch.setenv("LIKED_TOKEN", "secret")
+    assert judge_of(section).headers["Authorization"] == "Bearer secret"
+    monkeypatch.delenv("LIKED_TOKEN")
+    with pytest.raises(InvalidRun, match=r"(?s)liked has token = LIKED_TOKEN.*export LIKED_TOKEN"):
+        judge_of(section)
 
 
 def test_a_dry_run_tells_the_configuration_and_the_memory(place, tmp_path, capsys):

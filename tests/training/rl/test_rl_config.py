@@ -47,6 +47,7 @@ def test_what_a_run_saves_of_itself_is_the_same_run(tmp_path):
         ("rewards.functions=[]", r"rewards\.functions is empty and there is no environment"),
         ("rewards.functions.0.model=x", r"right has function and model: one judge, one name"),
         ("rewards.functions.0.function=null", r"rewards.functions is empty and there is no environment: nobody judges"),
+        ("rewards.functions.0.token=T", r"right has a token and no endpoint that it is for"),
         ("algorithm.name=gpro", r"algorithm: .*gpro.*"),
         ("algorithm.options.cliphigh=1", r"algorithm: .*cliphigh"),
         ("algorithm.options.clip_low=2", r"algorithm: clip_low = 2"),
