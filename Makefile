@@ -17,7 +17,7 @@ COMMA := ,
 # Runs one installation step and prints its seconds, so that a target's own time can be read apart.
 timed = @echo "$(1)"; start=$$(date +%s); $(1) && echo "  took $$(( $$(date +%s) - start )) s"
 
-.PHONY: help venv demo test test-fast verify accept readme verify-all verify-large verify-checkpoints ranks chaos self-test browser tokenizers verify-latest aot aot-oldest bench bench-full bench-data release lint clean
+.PHONY: help venv demo test test-fast verify accept readme verify-all verify-large verify-checkpoints ranks chaos self-test browser tokenizers verify-latest aot aot-oldest bench bench-full bench-data docs release lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +98,10 @@ bench-data: .venv/.stamp-tokenizers ## tokenizing, and packing in real steps, on
 	@mkdir -p out
 	$(BIN)/python -m bestiary.tools.bench.tokenizing --json out/bench-tokenizing.json
 	$(BIN)/python -m bestiary.tools.bench.packing --json out/bench-packing.json
+
+docs: .venv/.stamp-dev ## the pages of docs/ as a site in out/site, built strictly, without a network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "out/site/index.html"
 
 release: .venv/.stamp-dev ## wheel, sdist and SBOM in out/dist; the wheel installed elsewhere has to pass verify-bridge qwen3
 	$(BIN)/python -m bestiary.tools.release

@@ -56,7 +56,16 @@ _GROUPS = ("port", "data", "models", "jobs")  # commands that have commands
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with the project's exit code for wrong usage."""
+    """argparse with the project's exit code for wrong usage, and with KEY=VALUE behind options too."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See argparse: which takes a list of words for complete before the first option, and refuses the rest."""
+        found, rest = self.parse_known_args(args, namespace)
+        if rest and (not hasattr(found, "changes") or any(word.startswith("-") or "=" not in word for word in rest)):
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        if rest:
+            found.changes = [*found.changes, *rest]
+        return found
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+from bestiary.tools.bench import published
 from bestiary.tools.catalogue import VERDICTS
 from bestiary.tools.error_page import PAGE, error_classes, page
 from bestiary.tools.families import records, summary, with_table
@@ -18,7 +19,8 @@ def main() -> int:
     root = checkout()
     known = records(root)
     readme = root / "README.md"
-    readme.write_text(with_table(readme.read_text(encoding="utf-8"), known), encoding="utf-8")
+    text = with_table(readme.read_text(encoding="utf-8"), known)
+    readme.write_text(published.with_table(text, published.read(root)), encoding="utf-8")
     VERDICTS.write_text(summary(known), encoding="utf-8")
     (root / PAGE).write_text(page(error_classes(root)), encoding="utf-8")
     return 0

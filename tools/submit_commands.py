@@ -53,7 +53,10 @@ trains in the folder."""
 
 
 class NotSubmitted(BestiaryError):
-    """A run that names nothing to run, or a cluster that nobody named."""
+    """A run that names nothing to run, or a cluster that nobody named.
+
+    Remedy: put `recipe` into the file or give `--recipe`; give `--address` or set RAY_ADDRESS.
+    """
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,10 @@ class RoleLost(BestiaryError):
 
 
 class ClusterLost(BestiaryError):
-    """The head of the Ray cluster is gone, and with it whoever worked for the run."""
+    """The head of the Ray cluster is gone, and with it whoever worked for the run.
+
+    Remedy: start the cluster again, then the same command: it resumes.
+    """
 
 
 class RewardFailed(BestiaryError):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from bestiary.models import LoRAConfig, Qwen3
-from bestiary.tools.cli import main
+from bestiary.tools.cli import build_parser, main
 
 
 def _tiny_qwen3(**changes: object) -> Qwen3:
@@ -26,7 +26,7 @@ def test_help_imports_nothing_heavy() -> None:
     """`--help` answers without torch."""
     code = (
         "import sys\n"
-        "from bestiary.tools.cli import main\n"
+        "from bestiary.tools.cli import build_parser, main\n"
         "try: main(['--help'])\n"
         "except SystemExit as stop: assert not stop.code\n"
         "assert not {'torch', 'transformers', 'pydantic'} & set(sys.modules)\n"
@@ -36,13 +36,29 @@ def test_help_imports_nothing_heavy() -> None:
     assert "bestiary export" in done.stdout
 
 
-@pytest.mark.parametrize("argv", [[], ["export"], ["models", "--nonsense"], ["export", "a", "b", "--dtype", "int3"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["export"],
+        ["models", "--nonsense"],
+        ["sft", "run.yaml", "--ray", "8", "streams"],
+        ["sft", "run.yaml", "--wings=8"],
+        ["export", "a", "b", "--dtype", "int3"],
+    ],
+)
 def test_wrong_usage_exits_7(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Wrong usage is told from a verdict: argparse's own code 2 means keys here."""
     with pytest.raises(SystemExit) as stop:
         main(argv)
     assert stop.value.code == 7
     assert "error:" in capsys.readouterr().err
+
+
+def test_changes_of_a_run_may_stand_before_and_behind_options() -> None:
+    """`bestiary sft run.yaml --ray 8 data.streams=8` is how people write it."""
+    args = build_parser().parse_args(["sft", "run.yaml", "optim.lr=1", "--ray", "8", "data.streams=8", "out=x"])
+    assert (args.changes, args.ray) == (["optim.lr=1", "data.streams=8", "out=x"], 8)
 
 
 def test_models_lists_official_parameter_counts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ CLASSES = error_classes(ROOT)
 def _run(*argv: str) -> None:
     """A command of `bestiary`, whose error is not caught."""
     args = build_parser().parse_args(argv)
-    args.run(args, print)
+    args.run(args, print) if args.command == "port" else args.run(args)
 
 
 def _engine_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +104,11 @@ def _no_score_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     score_class(get_bridge("granite"))
 
 
+def _not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.yaml").write_text("model: {src: base}\n")
+    _run("submit", str(tmp_path / "run.yaml"))
+
+
 # Classes that no other test expects by `pytest.raises`.
 RAISERS: dict[str, Callable[[Path, pytest.MonkeyPatch], None]] = {
     "EngineFailed": _engine_failed,
@@ -111,6 +116,7 @@ RAISERS: dict[str, Callable[[Path, pytest.MonkeyPatch], None]] = {
     "MissingBridge": _missing_bridge,
     "NoPort": lambda tmp_path, _: _run("port", "status", "cwm", "--plugin", str(tmp_path)),
     "NoScoreClass": _no_score_class,
+    "NotSubmitted": _not_submitted,
     "NotTiny": _not_tiny,
     "NothingToPlot": lambda tmp_path, _: read_runs([tmp_path]),
     "OpenDecision": lambda *_: undecided("norm.cast", "before or after the weight"),

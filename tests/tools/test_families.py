@@ -6,6 +6,8 @@ import pytest
 
 from bestiary.bridges import get_bridge, registered_bridges
 from bestiary.tools import families
+from bestiary.tools.bench import published
+from bestiary.tools.bench.published import NotPublishable
 from bestiary.tools.catalogue import VERDICTS
 from bestiary.tools.families import NotAccepted, accept, records, stale, with_table
 from bestiary.verify.hashes import digest
@@ -89,3 +91,15 @@ def test_a_family_is_its_bridge_and_its_model_file() -> None:
     own = families.sources(get_bridge("gemma3_text"))
     assert [path.relative_to(ROOT).as_posix() for path in own] == ["bridges/gemma3.py", "models/gemma3.py"]
     assert len(digest(own)) == 64
+
+
+def test_the_readme_shows_the_committed_benchmarks() -> None:
+    assert published.with_table(README, published.read(ROOT)) == README, "make readme"
+
+
+def test_a_run_without_a_figure_that_is_shown_is_not_published() -> None:
+    first = published.wanted()[0]
+    goal = {"name": first.name, "figure": 2.0, "low": 1.9, "high": 2.1}
+    partial = {"benches": {first.bench: {"versions": {}, "cases": [{"goals": [goal]}]}}}
+    with pytest.raises(NotPublishable, match=r"step has no figure for 'full T=1024: memory"):
+        published.choose(partial, "2026-11-30")
