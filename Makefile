@@ -17,7 +17,7 @@ COMMA := ,
 # Runs one installation step and prints its seconds, so that a target's own time can be read apart.
 timed = @echo "$(1)"; start=$$(date +%s); $(1) && echo "  took $$(( $$(date +%s) - start )) s"
 
-.PHONY: help venv demo test test-fast verify accept readme verify-all verify-large verify-checkpoints ranks chaos self-test browser tokenizers verify-latest aot aot-oldest bench bench-full bench-data docs release lint clean
+.PHONY: help venv demo demo-rl demo-rl-real test test-fast verify accept readme verify-all verify-large verify-checkpoints ranks chaos self-test browser tokenizers verify-latest aot aot-oldest bench bench-full bench-data bench-rl docs release lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,12 @@ venv: .venv/.stamp-dev ## .venv with everything that tests and benchmarks need
 
 demo: .venv/.stamp-demo ## the real Gemma 3 270M: verify the bridge, generate, export, reload in transformers, fine-tune with LoRA
 	$(BIN)/python -m bestiary.tools.demo
+
+demo-rl: .venv/.stamp-demo ## a tiny model, warm-started by sft, learns to sort by grpo, in three seeds: out/demo-rl/rewards.png (5 minutes)
+	$(BIN)/python -m bestiary.tools.demo_rl
+
+demo-rl-real: .venv/.stamp-demo ## the same on the real Gemma 3 270M with LoRA, one seed (20 minutes)
+	$(BIN)/python -m bestiary.tools.demo_rl_real
 
 test: .venv/.stamp-dev .venv/.stamp-tokenizers ## the whole test suite, one process a core (SELECT="-k word" narrows it, WORKERS=0: this process alone)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(SELECT)
@@ -98,6 +104,10 @@ bench-data: .venv/.stamp-tokenizers ## tokenizing, and packing in real steps, on
 	@mkdir -p out
 	$(BIN)/python -m bestiary.tools.bench.tokenizing --json out/bench-tokenizing.json
 	$(BIN)/python -m bestiary.tools.bench.packing --json out/bench-packing.json
+
+bench-rl: .venv/.stamp-dev ## sampling ahead (bounded staleness) against waiting for every update, where environments wait
+	@mkdir -p out
+	$(BIN)/python -m bestiary.tools.bench.rl_async --rounds 3 --json out/bench-rl-async.json
 
 docs: .venv/.stamp-dev ## the pages of docs/ as a site in out/site, built strictly, without a network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -16,8 +16,10 @@ from bestiary.verify.markup import Html, document, tag
 from bestiary.verify.plots import COLOURS
 
 CURVES: tuple[tuple[str, str], ...] = (
+    ("rl/reward", "mean reward"),
     ("loss", "loss"),
     ("eval/loss", "loss on held-out data"),
+    ("rl/mismatch_mean", "mean difference of log-probabilities, engine and policy"),
     ("tokens_per_s", "tokens a second"),
     ("mfu", "model FLOPs utilisation"),
     ("grad_norm", "norm of the gradients"),
