@@ -372,7 +372,7 @@ def engine_of(config: GrpoConfig, policy: LocalPolicy, context: int) -> RolloutE
     dtype = computed_in(policy.model) if section.dtype is None else FLOAT_TYPES[section.dtype]
     config.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".engine-", dir=config.out) as folder:
-        policy.export(Path(folder) / "weights")
+        policy.model.save_pretrained(Path(folder) / "weights", merge=True)
         return VllmEngine(
             Path(folder) / "weights",
             version=policy.version,

@@ -184,7 +184,8 @@ class VllmEngine:
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
         self._version = None
-        self._llm.llm_engine.engine_core.shutdown()
+        with _group_stays(self._grouped):
+            self._llm.llm_engine.engine_core.shutdown()
         destroy_model_parallel()
         if not self._grouped:
             destroy_distributed_environment()
@@ -270,6 +271,22 @@ class VllmEngine:
 
 def _is_head(name: str) -> bool:
     return name.split(".")[-2:] == ["lm_head", "weight"]
+
+
+@contextmanager
+def _group_stays(wanted: bool) -> Iterator[None]:
+    """Inside, the process's default group outlives vLLM's shutdown, which takes it away whoever made it."""
+    destroy = torch.distributed.destroy_process_group
+
+    def own(group: Any = None) -> None:
+        if group is not None or not wanted:
+            destroy(group)
+
+    setattr(torch.distributed, "destroy_process_group", own)  # noqa: B010 (a module's function)
+    try:
+        yield
+    finally:
+        setattr(torch.distributed, "destroy_process_group", destroy)  # noqa: B010
 
 
 def _wanted(sampling: Sampling, seed: int) -> dict[str, Any]:
