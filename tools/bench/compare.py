@@ -262,6 +262,7 @@ def _goal(target: Target, case: Case, samples: Mapping[str, Sequence[measure.Sam
         "memory": lambda a, b: a["extra_bytes"] / max(b["extra_bytes"], 1.0),
         "scratch": lambda a, _b: a["scratch_bytes"] / 1e9,
         "overhead": lambda a, _b: a["overhead"],
+        "staleness": lambda a, _b: a["staleness"],
         "share": lambda a, _b: case.flops / (peak * a["seconds"]),
     }
     figure = figures[target.figure]

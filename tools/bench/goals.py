@@ -8,6 +8,7 @@ A figure compares ours with another arm of the same case in the same run (median
     scratch    ours' bytes above dX and dW    at most, in GB
     share      model FLOPs / (measured sgemm peak × ours' seconds)    at least
     overhead   ours' seconds / those of the bare step in the same process    at most
+    staleness  optimiser steps that the oldest answer was behind    at most
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ GOALS: tuple[Target, ...] = (
     Target(bench="attention", case="sliding and packed", figure="memory", against="transformers", limit=0.3),
     Target(bench="generate", case="greedy", figure="speedup", against="transformers", limit=1.4),
     Target(bench="generate", case="greedy", figure="speedup", against=VLLM, limit=0.7),
+    Target(bench="rl_async", case="environments that wait", figure="speedup", against="synchronous", limit=1.3),
+    Target(bench="rl_async", case="environments that wait", figure="staleness", limit=2.0),
 )
 
 

@@ -39,6 +39,8 @@ SECONDS: dict[str, float] = {
     "step / lora T=1024 / trl (its CPU path) + peft": 30,
     "loop / full T=1024 / ours": 55,
     "loop / lora T=1024 / ours": 44,
+    "rl_async / environments that wait / ours": 30,
+    "rl_async / environments that wait / synchronous": 50,
     "step / full T=2048 / ours": 30,
     "step / full T=2048 / transformers": 41,
     "step / full T=2048 / trl (its CPU path)": 58,
