@@ -159,6 +159,9 @@ class Isolated:
             self._end()
             told = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             raise CallDied(f"its process died ({told})") from None
+        except BaseException:  # an interruption: what comes back now would answer the next call
+            self._end()
+            raise
         if "raised" in answer:
             raise CallRaised(answer["raised"])
         return answer["value"]

@@ -40,10 +40,16 @@ def main() -> None:
                 value = call(message)
             answer = json.dumps({"value": value})
         except Exception as error:  # noqa: BLE001 (whoever asked is told)
-            answer = json.dumps({"raised": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(limit=-4)})
+            answer = json.dumps({"raised": _told(error)})
         written = answer.encode()
         told.write(_LENGTH.pack(len(written)) + written)
         told.flush()
+
+
+def _told(error: Exception) -> str:
+    """What was raised, and where: the traceback stays here."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({os.path.basename(place.filename)}:{place.lineno})"
 
 
 def _listen(asked: BinaryIO, messages: queue.SimpleQueue[Any]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from bestiary.training.data.messages import Message, ToolCall
 from bestiary.training.errors import InvalidRun
 from bestiary.training.rl.conversations import ToolEnvironments, asked
+from bestiary.training.rl.environments import Said
 from bestiary.training.rl.episodes import Episodes
 from bestiary.training.rl.roles import Prompt
 from bestiary.training.rl.rollout import Rollout, Sampling
@@ -110,6 +111,35 @@ def test_a_tool_is_called_and_its_result_is_what_serving_shows(tools):
     assert tokenizer.decode(one.ids[one.sampled]) == call("add", '{"a": 2, "b": 3}') + "<|im_end|>5<|im_end|>"
     assert [one.extra[name] for name in ("turns", "tool_calls", "tool_errors", "broken_calls")] == [2, 1, 0, 0]
     assert one.finish == "stop"
+
+
+@pytest.mark.parametrize(
+    ("family", "thought", "called"),
+    [
+        ("qwen3", "<think>\nhm\n</think>\n\n", call("add", '{"a": 2, "b": 3}') + "<|im_end|>"),
+        (
+            "gptoss",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant",
+            ' to=functions.add<|channel|>commentary json<|message|>{"a": 2, "b": 3}<|call|>',
+        ),
+        ("llama3.1", "", '{"name": "add", "parameters": {"a": 2, "b": 3}}<|eot_id|>'),
+    ],
+)
+def test_what_follows_a_call_is_the_same_whatever_was_thought_before_it(tools, family, thought, called):
+    """Reasoning stays in the ids as it was sampled, though templates leave it out of what they render of the past."""
+    tokenizer = load(family)
+    calls = Message(role="assistant", tool_calls=(ToolCall(name="add", arguments={"a": 2, "b": 3}),))
+    result = Message(role="tool", content="5", name="add")
+    rendered = tokenizer.decode(tokenizer.prompt_ids([ASK, calls, result], tools.described))
+    begun, _, follows = rendered.rpartition(called)
+    assert begun
+    for before in {"", thought}:
+        conversation = ToolEnvironments(tokenizer, tools)()
+        conversation.reset(Prompt(prompt_id="p", ids=(1,), row={"prompt": ASK.content}), seed=0)
+        ids = tokenizer.encode_text(before + called, bos=False, neutralise=False).tolist()
+        heard = conversation.step(Said(ids=tuple(ids), finish="stop", turn=0))
+        assert tokenizer.decode(heard.ids) == follows
+        assert not heard.done
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def where(_value):
     return [os.getcwd(), sorted(os.environ)]
 """
 WAYS = {
-    "raise": ("errors", "ZeroDivisionError: no such number"),
+    "raise": ("errors", r"ZeroDivisionError: no such number \(reward_functions\.py:15\)"),
     "exit": ("errors", "exit code 3"),
     "text": ("errors", "text in place of a number"),
     "short": ("errors", "0 rewards for 1 answers"),
