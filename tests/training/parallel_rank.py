@@ -78,7 +78,7 @@ class Case:
     compiled: bool = False
 
     def model(self) -> Decoder:
-        """The same one on every rank."""
+        """The same one on every rank, of two layers: one of each kind of attention where there are two."""
         family, changes = {**VARIANTS, "nine experts": ("gpt_oss", {"moe": NINE})}.get(self.family, (self.family, {}))
         targets = ("*_proj*", "mlp.gate") if family == "qwen3_moe" else ("*_proj*",)
         lora = LoRAConfig(r=4, alpha=8, targets=targets) if self.lora else None
@@ -86,6 +86,7 @@ class Case:
         model = tiny(
             family,
             **changes,
+            **two_layers(family),
             lora=lora,
             tie_word_embeddings=self.tied,
             vocab_size=206,
@@ -118,6 +119,13 @@ CASES += (
     Case("gpt_oss", "tensor", compiled=True),
     Case("qwen3_moe", "expert", lora=True, compiled=True),
 )
+
+
+def two_layers(family: str) -> dict[str, Any]:
+    """The neighbours at which the kind of attention changes, or the first two."""
+    types = tiny_config(family).layer_types
+    second = next((index for index in range(1, len(types)) if types[index] is not types[index - 1]), 1)
+    return {"num_hidden_layers": 2, "layer_types": types[second - 1 : second + 1]}
 
 
 def positions() -> Tensor:
