@@ -36,9 +36,9 @@ _CLOSING_S = 5.0  # how long `close` waits for environments, at most
 class Episodes:
     """A `Sampler` in this process.
 
-    After an error of the engine, or `RoleLost` of an environment, `take` raises it once no more groups are complete,
-    and nothing is sampled until `resume`; then unfinished answers are asked for again with the same seeds, and episodes
-    of a lost environment begin again.
+    After an error of the engine, `EnvironmentFailed`, or `RoleLost` of an environment, `take` raises it once no more
+    groups are complete, and nothing is sampled until `resume`; then unfinished answers are asked for again with the
+    same seeds, and episodes of a lost environment begin again.
 
     Args:
         engine: whose answers they are.
@@ -86,7 +86,7 @@ class Episodes:
         self._lost: list[Episode] = []
         self._later: deque[Episode] = deque()
         self._fault: Exception | None = None
-        self._paused = self._sampling = self._closed = False
+        self._told = self._paused = self._sampling = self._closed = False
         self._begun = self._complete = self._playing = self._open = 0
         self._took_s = _FIRST_S
         self._calls = Calls(threads, timeout_s, "environment")
@@ -135,6 +135,7 @@ class Episodes:
                         del self._groups[one.episodes[0].prompt.prompt_id]
                     return [[each.trajectory for each in one.episodes if each.trajectory] for one in complete]
                 if self._fault is not None:
+                    self._told = True
                     raise self._fault
                 self._changed.wait(left)
 
@@ -153,7 +154,9 @@ class Episodes:
     def resume(self) -> None:
         """See `Sampler`."""
         with self._changed:
-            self._paused, self._fault = False, None
+            self._paused = False
+            if self._told or isinstance(self._fault, RoleLost):  # any other fault is for `take` to tell first
+                self._fault, self._told = None, False
             lost, self._lost = self._lost, []
             for episode in lost:
                 episode.begin_again()
@@ -203,7 +206,7 @@ class Episodes:
             with self._changed:
                 self._sampling, self._took_s = False, time.perf_counter() - start
                 if raised is not None:
-                    self._fault = raised
+                    self._broken(raised)
                     self._waiting += batch
                 else:
                     for episode, rollout in zip(batch, found, strict=True):
@@ -321,7 +324,7 @@ class Episodes:
     def _broken(self, fault: Exception) -> None:
         """Sample no more; of several faults those count most that no restart mends."""
         if self._fault is None or isinstance(self._fault, RoleLost):
-            self._fault = fault
+            self._fault, self._told = fault, False
 
     def _end(self, episode: Episode, finish: Finish) -> None:
         episode.end(finish)

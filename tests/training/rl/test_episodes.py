@@ -300,6 +300,27 @@ def test_paused_nothing_is_sampled_and_a_conversation_over_a_sync_has_its_oldest
     assert (one.version, one.extra["turns"], one.finish) == (0, 2, "length")
 
 
+def test_a_fault_that_nobody_has_been_told_outlives_a_sync():
+    """Only what a restart mends is forgotten by `resume`: otherwise a run that samples ahead would go on and on."""
+    hung = threading.Event()
+    episodes = Episodes(
+        ScriptedEngine(), context=CONTEXT, environment=lambda: Bad("raises", hung), max_errors=0.0, threads=1
+    )
+    try:
+        episodes.put(PROMPTS[:1], Sampling(max_tokens=5))
+        while episodes._fault is None:
+            time.sleep(0.001)
+        episodes.pause()
+        episodes.resume()
+        episodes.put(PROMPTS[1:2], Sampling(max_tokens=5))
+        with pytest.raises(EnvironmentFailed):
+            episodes.take(2)
+        episodes.resume()
+        assert len(episodes.take(2)) == 2
+    finally:
+        episodes.close()
+
+
 def test_prompts_that_cannot_be_played_are_refused_by_name_and_nothing_is_begun():
     engine = ScriptedEngine()
     engine.may.clear()
