@@ -13,6 +13,7 @@ EXAMPLES = """\
 examples:
   PYTHONPATH=. bestiary grpo run.yaml                (finds my_rewards.py beside it)
   bestiary grpo run.yaml algorithm.name=dapo rollouts.n=16 out=runs/second
+  bestiary grpo run.yaml placement.policy=4 placement.rollout=4 'placement.together=[rollout]'   (on Ray)
   bestiary grpo run.yaml --dry-run
 
 run.yaml:

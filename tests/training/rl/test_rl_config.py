@@ -58,6 +58,8 @@ def test_what_a_run_saves_of_itself_is_the_same_run(tmp_path):
         ("loop.updates=9", r"updates = 9 of 8 prompts: some would have none"),
         ("loop.steps=null", r"neither loop\.steps nor data\.epochs"),
         ("loop.stalenes=1", r"loop\.stalenes is no known key(.|\n)*did you mean staleness"),
+        ("placement={policy: 3, nodes: 2}", r"placement: 3 places on 2 nodes, as many on each"),
+        ("placement={together: [reward]}", r"placement\.together\.0 = 'reward': .*'rollout' or 'reference'"),
         ("recipe=sft", r"recipe = 'sft' and the command is grpo"),
     ],
 )
@@ -96,3 +98,11 @@ def test_an_environment_gives_rewards_of_its_own(tmp_path):
     assert free.weights is None
     named = loaded(tmp_path, "environment.name=mine:World", "rewards.functions=[{name: ndcg, weight: 2}]")
     assert named.weights == {"ndcg": 2.0}
+
+
+def test_what_shares_the_places_of_the_policy_is_not_counted_twice(tmp_path):
+    assert loaded(tmp_path).placement is None
+    apart = loaded(tmp_path, "placement={policy: 2, rollout: 3, environment: 1}").placement
+    assert (apart.places, apart.processes) == (2, 2 + 3 + 1 + 1 + 1)
+    shared = loaded(tmp_path, "placement={policy: 2, rollout: 3, together: [rollout, reference]}").placement
+    assert (shared.places, shared.processes) == (3, 3 * 3 + 1)
