@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 from bestiary.kernels.errors import BestiaryError
 from bestiary.training.control import named_failures
@@ -253,9 +253,18 @@ class Members:
         try:
             return ray.get(reference, timeout=self.timeout_s)
         except RayTaskError as error:
-            return error.cause if isinstance(error.cause, BestiaryError) else error
+            return self._raised(error, member)
         except (RayActorError, GetTimeoutError, ObjectLostError) as error:
             return self._lost(error, member)
+
+    def _raised(self, error: Any, member: int) -> BaseException:
+        """What was raised there, itself; an error that is not of ours with a note of where."""
+        cause = error.cause
+        if not isinstance(cause, Exception):
+            return cast(BaseException, error)
+        if not isinstance(cause, BestiaryError):
+            cause.add_note(f"in process {member} of role {self.role}:\n{error}")
+        return cause
 
     def _lost(self, error: BaseException, member: int) -> RoleLost:
         return RoleLost(

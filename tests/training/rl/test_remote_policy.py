@@ -43,6 +43,7 @@ from bestiary.training.rl.workers import (
 from .experiences import PACK, sampled_by, trajectory
 from .small_checkpoint import PROMPTS, stored
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SAMPLING = Sampling(max_tokens=6, temperature=0.8, n=2, seed=4)
 
 
@@ -111,6 +112,8 @@ class Adder:
         return [*prompt.ids, seed]
 
     def step(self, said):
+        if said.ids == (0,):
+            raise KeyError("nothing")
         self.turns += 1
         return Heard(ids=(self.turns,), extra={"pid": os.getpid()})
 
@@ -145,7 +148,7 @@ def groups(session, tmp_path_factory):
             size=2,
             pool=pool,
             together=True,
-            timeout_s=60,
+            timeout_s=200,
         ),
         "rollout": Group(
             "rollout",
@@ -154,11 +157,11 @@ def groups(session, tmp_path_factory):
             size=1,
             pool=pool,
             threads=2,
-            timeout_s=60,
+            timeout_s=200,
         ),
-        "reference": Group("reference", FrozenWorker, partial(local_reference, src), size=1, pool=pool, timeout_s=60),
-        "reward": Group("reward", RewardWorker, Lengths, size=2, pool=other, timeout_s=60),
-        "environment": Group("environment", EnvironmentWorker, Adder_factory, size=1, pool=other, timeout_s=60),
+        "reference": Group("reference", FrozenWorker, partial(local_reference, src), size=1, pool=pool, timeout_s=200),
+        "reward": Group("reward", RewardWorker, Lengths, size=2, pool=other, timeout_s=200),
+        "environment": Group("environment", EnvironmentWorker, Adder_factory, size=1, pool=other, timeout_s=200),
     }
     yield src, made
     for group in made.values():
@@ -276,6 +279,9 @@ def test_an_environment_plays_where_it_is_and_begins_again_after_a_kill(groups):
     assert [one.step(said).ids, one.step(said).ids, other.step(said).ids] == [(1,), (2,), (1,)]
     assert one.step(said).extra["pid"] != os.getpid()
     assert one.cut_off() == {"turns": 3.0}
+    with pytest.raises(KeyError, match="nothing") as caught:
+        one.step(replace(said, ids=(0,)))
+    assert any("role environment" in note for note in caught.value.__notes__)
     one.close()
     os.kill(groups[1]["environment"].call("ping")[0], signal.SIGKILL)
     with pytest.raises(RoleLost) as caught:

@@ -47,7 +47,7 @@ def rollouts(session, tmp_path_factory):
         size=2,
         pool=pool,
         threads=2,
-        timeout_s=60,
+        timeout_s=200,
     )
     yield group
     group.close()
