@@ -61,7 +61,8 @@ def _run_yaml(block: Block) -> None:
         Path(block.file).write_text(block.text, encoding="utf-8")
     kind = GrpoConfig if "rewards" in content else RunConfig
     recipe = {} if kind is GrpoConfig else {"recipe": "sft"}  # which the command says
-    whole = content if "model" in content and "data" in content else _merged(run_file("rows", "chat"), content)
+    below = run_file("rows", "chat") if kind is RunConfig else {**run_file("sums", "prompt"), "loop": {}}
+    whole = content if "model" in content and "data" in content else _merged(below, content)
     validated(kind, recipe | whole, place="", read_from=block.file or "the block", error=InvalidRun)
 
 
