@@ -51,6 +51,7 @@ class RolloutsSection(SampledSection):
         n: answers to each prompt.
         stop_ids: tokens that end an answer, beside those of the tokenizer.
         dtype: that vLLM computes in; None: as the policy. Another one needs `algorithm.correction`.
+        fp32_head: vLLM's logits in float32 where it computes in less, as the policy's log-probabilities always are.
         tolerance: of the mean difference of log-probabilities between engine and policy; None: 1e-4, in half precision
             5e-2.
         constraint: module:name of a function without arguments that makes a `rollout.Constraint`.
@@ -62,6 +63,7 @@ class RolloutsSection(SampledSection):
     n: Annotated[int, Field(ge=1)] = 8
     stop_ids: tuple[int, ...] = ()
     dtype: Dtype | None = None
+    fp32_head: bool = True
     tolerance: Positive | None = None
     constraint: str | None = None
     keep: bool = False
@@ -73,6 +75,13 @@ class RolloutsSection(SampledSection):
             if getattr(self, name) and self.engine == "embedded":
                 raise ValueError(f"{name} is of vllm, and engine = embedded has the policy's own weights; leave it out")
         return self
+
+    @property
+    def of_vllm(self) -> dict[str, Any]:
+        """What `vllm.LLM` is given."""
+        if not self.fp32_head:
+            return self.options
+        return {**self.options, "hf_overrides": {"head_dtype": "float32", **self.options.get("hf_overrides", {})}}
 
 
 class CorrectionSection(Section):

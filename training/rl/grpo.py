@@ -372,14 +372,15 @@ def engine_of(config: GrpoConfig, policy: LocalPolicy, context: int) -> RolloutE
     dtype = computed_in(policy.model) if section.dtype is None else FLOAT_TYPES[section.dtype]
     config.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".engine-", dir=config.out) as folder:
-        policy.model.save_pretrained(Path(folder) / "weights", merge=True)
+        weights = Path(folder) / "weights"
+        policy.model.save_pretrained(weights, merge=True)
         return VllmEngine(
-            Path(folder) / "weights",
+            weights,
             version=policy.version,
             dtype=dtype,
             context=context,
             rows=section.rows,
-            **section.options,
+            **section.of_vllm,
         )
 
 

@@ -179,7 +179,7 @@ def engine_process(config: Mapping[str, Any], folder: str) -> WeightReceiver:
     from bestiary.training.rl.vllm_engine import VllmEngine
 
     given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    return VllmEngine(src, rows=section.rows, **given, **section.options)
+    return VllmEngine(src, rows=section.rows, **given, **section.of_vllm)
 
 
 @contextmanager

@@ -13,8 +13,10 @@ from bestiary.tools import cli
 from bestiary.training.checkpoint import saved_steps
 from bestiary.training.control import Interruption
 from bestiary.training.errors import CheckpointRefused, EnvironmentFailed, InvalidRun
+from bestiary.training.processes import processes
+from bestiary.training.rl import vllm_engine
 from bestiary.training.rl.config import RewardSection, load_grpo_config
-from bestiary.training.rl.grpo import environment_of, judge_of, run
+from bestiary.training.rl.grpo import engine_of, environment_of, judge_of, local_policy, run
 from bestiary.training.rl.records import load_experiences
 
 from ...models.tiny import tiny_config
@@ -57,7 +59,7 @@ def place(tmp_path_factory):
     config = config.with_(attention=replace(config.attention, scale=config.attention.head_dim**-0.5))
     torch.manual_seed(0)
     Qwen3(config, dtype=torch.float32).save_pretrained(place / "model")
-    rows = [{"prompt": f"{n} + {n}?", "place": n, "sum": 2 * n} for n in range(20)]
+    rows = [{"prompt": f"{n} + {n}?", "place": n, "sum": 2 * n} for n in range(10)]
     (place / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (place / "evenness.py").write_text(REWARDS)
     content = {
@@ -69,10 +71,10 @@ def place(tmp_path_factory):
             "epochs": 1,
         },
         "rewards": {"functions": [{"name": "even", "function": "evenness:even"}]},
-        "rollouts": {"max_tokens": 6, "n": 4, "seed": 1},
+        "rollouts": {"max_tokens": 6, "n": 3, "seed": 1},
         "optim": {"lr": 1e-2, "warmup": 0},
         "algorithm": {"options": {"kl_coef": 0.01}},
-        "loop": {"prompts": 8, "updates": 2},
+        "loop": {"prompts": 4, "updates": 2},
         "checkpoint": {"every": 1},
     }
     (place / "run.json").write_text(json.dumps(content))
@@ -113,12 +115,12 @@ def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(place, tmp_pa
 
     rows = metrics(whole)
     assert [row["step"] for row in rows] == [2, 4, 6]
-    assert [row["rl/prompts"] for row in rows] == [8, 8, 4]
+    assert [row["rl/prompts"] for row in rows] == [4, 4, 2]
     for name in ("rl/reward", "rl/reward/even", "rl/kl", "rl/entropy", "rl/mismatch_max", "rl/staleness_max"):
         assert all(name in row for row in rows), name
     assert all(row["rl/mismatch_mean"] < 1e-4 and row["rl/reward/errors"] == 0 for row in rows)
     kept = load_experiences(whole / "rollouts" / "round-00000002.safetensors")
-    assert len(kept) == 16
+    assert len(kept) == 6
     assert {one.trajectory.version for one in kept} == {4}
 
     interruption = Interruption()
@@ -198,9 +200,31 @@ def test_the_token_of_an_endpoint_is_an_environment_variables(place, monkeypatch
         judge_of(section)
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_vllm_begins_with_the_whole_policy_adapters_or_not(place, tmp_path, monkeypatch, lora):
+    adapted = ["lora.r=2"] if lora else []
+    config = load_grpo_config(place / "run.json", [f"out={tmp_path}", "rollouts.engine=vllm", *adapted])
+    started = []
+
+    def engine(folder, **given):
+        assert not (folder / "adapter_config.json").exists()
+        started.append((AutoDecoder.from_pretrained(folder).state_dict(), given))
+
+    monkeypatch.setattr(vllm_engine, "VllmEngine", engine)
+    with processes(60.0) as here:
+        policy, _ = local_policy(config, here, 1)
+        engine_of(config, policy, 96)
+    weights, given = started[0]
+    start = AutoDecoder.from_pretrained(place / "model", dtype=torch.float32).state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in start.items())
+    assert (given["version"], given["dtype"], given["context"]) == (0, torch.float32, 96)
+    assert given["hf_overrides"] == {"head_dtype": "float32"}
+    assert not [*tmp_path.glob(".engine-*")]
+
+
 def test_a_dry_run_tells_the_configuration_and_the_memory(place, tmp_path, capsys):
     assert cli.main(["grpo", str(place / "run.json"), f"out={tmp_path / 'dry'}", "--dry-run", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["config"]["rollouts"]["n"] == 4
+    assert found["config"]["rollouts"]["n"] == 3
     assert found["estimate"]["bytes"]["beside"] > 0
     assert not (tmp_path / "dry").exists()

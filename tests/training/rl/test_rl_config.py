@@ -106,3 +106,9 @@ def test_what_shares_the_places_of_the_policy_is_not_counted_twice(tmp_path):
     assert (apart.places, apart.processes) == (2, 2 + 3 + 1 + 1 + 1)
     shared = loaded(tmp_path, "placement={policy: 2, rollout: 3, together: [rollout, reference]}").placement
     assert (shared.places, shared.processes) == (3, 3 * 3 + 1)
+
+
+def test_the_head_of_vllm_is_as_wide_as_the_policys(tmp_path):
+    wide = loaded(tmp_path, "rollouts.engine=vllm", "rollouts.options={enforce_eager: false}").rollouts.of_vllm
+    assert wide == {"enforce_eager": False, "hf_overrides": {"head_dtype": "float32"}}
+    assert loaded(tmp_path, "rollouts.engine=vllm", "rollouts.fp32_head=false").rollouts.of_vllm == {}
