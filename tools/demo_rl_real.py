@@ -62,7 +62,7 @@ class Naming(Task):
     round_prompts: int = 6
     answers: int = 8
     rate: float = 4e-4
-    title: str = "The last word of a sentence, GRPO on Gemma 3 270M with LoRA from a careless start: mean reward"
+    title: str = "Mean reward: the last word of a sentence, Gemma 3 270M with LoRA"
     schema: str = "bestiary.demo_rl_real/1"
     max_tokens: int = 6
     edge: int = 3

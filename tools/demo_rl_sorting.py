@@ -43,7 +43,7 @@ class Sorting(Task):
     round_prompts: int = 16
     answers: int = 8
     rate: float = 3e-4
-    title: str = f"Sorting {DIGITS} digits, GRPO from a careless start: mean reward"
+    title: str = f"Mean reward: {DIGITS} digits in ascending order"
     schema: str = "bestiary.demo_rl/1"
     max_tokens: int = DIGITS + 2
 
