@@ -51,7 +51,9 @@ class SharedCodes:
 class Recommending:
     """An `Environment`: `shown` items one after the other; the reward `ndcg` is the NDCG of their list.
 
-    The prompt's row has `later`: the items that the user took to behind the moment, one at least.
+    The prompt's row has `later`: the items that the user took to behind the moment, one at least; and may have `seen`:
+    those that are not shown again. Such an answer takes no place in the list, and where nothing else was said the
+    reward is None: what is not shown earns no judgement, good or bad. Nor need the policy learn what a filter does.
 
     Args:
         catalogue: of which answers are items.
@@ -68,23 +70,27 @@ class Recommending:
             raise InvalidRun(f"shown = {shown}.", remedy="at least 1 item")
         self._catalogue, self._gain, self._worth = catalogue, gain or SharedCodes(catalogue), discounts(shown)
         self._items: list[int | None] = []
+        self._turns = 0
 
     def reset(self, prompt: Prompt, *, seed: int) -> Sequence[int]:
         """The moment as it stands in the prompt; nothing is drawn."""
-        self._later, self._items = [int(item) for item in prompt.row["later"]], []
+        self._later, self._items, self._turns = [int(item) for item in prompt.row["later"]], [], 0
+        self._seen = frozenset(prompt.row.get("seen", ()))
         self._ideal = float(self._worth[: len(self._later)].sum())
         return prompt.ids
 
     def step(self, said: Said) -> Heard:
         """One more item; what is none of the catalogue is worth nothing and takes its place."""
         item, rank = self._catalogue.item(said.ids), len(self._items)
-        gain = 0.0 if item is None or item in self._items else self._gain(item, self._later)
-        self._items.append(item)
-        return Heard(
-            done=len(self._items) == len(self._worth),
-            rewards={"ndcg": gain * float(self._worth[rank]) / self._ideal},
-            extra={"items": list(self._items)},
-        )
+        self._turns += 1
+        done, rewards = self._turns == len(self._worth), dict[str, float | None]()
+        if item is None or item not in self._seen:
+            gain = 0.0 if item is None or item in self._items else self._gain(item, self._later)
+            rewards["ndcg"] = gain * float(self._worth[rank]) / self._ideal
+            self._items.append(item)
+        elif done and not self._items:
+            rewards["ndcg"] = None
+        return Heard(done=done, rewards=rewards, extra={"items": list(self._items)})
 
     def cut_off(self) -> Mapping[str, float | None]:
         """A list that ended early has what it has."""

@@ -1,19 +1,20 @@
 """Semantic ids on real histories: a tiny Qwen3-shaped model finds more of what people watch next than popularity."""
 
-import csv
 import os
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, distribution
 
 import numpy as np
 import pytest
 import torch
 
 from bestiary.models import Qwen3
+from bestiary.tools.movielens import interactions
 from bestiary.training.data.catalogue import Catalogue
 from bestiary.training.data.ranking import leave_one_out, ranks_by_score, ranks_in_lists, recall_at
 from bestiary.training.data.semantic_ids import SemanticIds, distinct, residual_codes
+from bestiary.training.data.together import item_vectors
 from bestiary.training.data.tokens import IGNORED
+from bestiary.training.integrations.needs import MissingLibrary
 
 LEVELS, CODES = 2, 64  # of what is learnt; one more level tells items with the same codes apart
 WINDOW, STEP, BATCH = 24, 8, 64
@@ -22,35 +23,13 @@ BEAMS = 30  # so that ten are left when those that the user saw already are take
 
 @pytest.fixture(scope="module")
 def histories():
-    """MovieLens-100k as it lies in the recbole wheel: user → items by time, items numbered from 0."""
+    """MovieLens-100k: user → items by time, numbered from 0, and how many items there are."""
     try:
-        files = distribution("recbole").files or []
-    except PackageNotFoundError:
+        return interactions()
+    except MissingLibrary:
         if os.environ.get("CI") == "true":
             pytest.fail("CI=true and recbole, which holds MovieLens-100k, is not installed")
         pytest.skip("recbole, which holds MovieLens-100k, is not installed (tools/requirements/demo.txt)")
-    file = next(one.locate() for one in files if str(one).endswith("ml-100k.inter"))
-    with open(file, encoding="utf-8", newline="") as table:
-        rows = list(csv.reader(table, delimiter="\t"))[1:]
-    numbers = {item: number for number, item in enumerate(sorted({row[1] for row in rows}, key=int))}
-    found: dict[str, list[int]] = {}
-    for user, item, _, _ in sorted(rows, key=lambda row: (row[0], float(row[3]), int(row[1]))):
-        found.setdefault(user, []).append(numbers[item])
-    return found, len(numbers)
-
-
-def vectors(training, items):
-    """Items as rows of a factorised matrix of how often they stand near each other, in histories that train."""
-    near = np.zeros((items, items))
-    for history in map(np.array, training.values()):
-        for apart in range(1, 6):
-            np.add.at(near, (history[:-apart], history[apart:]), 1 / apart)
-    near += near.T
-    expected = np.outer(near.sum(0), near.sum(1)) / near.sum()
-    information = np.log(np.maximum(near / np.maximum(expected, 1e-9), 1.0))
-    torch.manual_seed(0)
-    left, values, _ = torch.svd_lowrank(torch.from_numpy(information), q=32, niter=4)
-    return (left * values.sqrt()).numpy()
 
 
 def windows_of(training, tokens):
@@ -101,7 +80,9 @@ def test_semantic_ids_beat_popularity_over_the_full_catalogue(histories):
     """Against all items by popularity, and, harder, both without what the user has seen: nobody rates a film twice."""
     found, items = histories
     split = leave_one_out(found)
-    codes, _ = residual_codes(vectors(split.training, items), levels=LEVELS, codebook_size=CODES, rounds=8)
+    codes, _ = residual_codes(
+        item_vectors(split.training.values(), items), levels=LEVELS, codebook_size=CODES, rounds=8
+    )
     ids = SemanticIds(levels=LEVELS + 1, codebook_size=CODES)
     codes = distinct(codes, CODES)
     catalogue, tokens = Catalogue(ids, codes), ids.ids_of(codes)

@@ -63,6 +63,18 @@ def test_what_is_no_item_takes_its_place_and_is_worth_nothing():
     assert last.done
 
 
+def test_what_was_seen_is_not_shown_and_not_judged():
+    prompt = Prompt(prompt_id="p", ids=(1, 2), row={"later": [4, 5], "seen": [7, 9]})
+    made = Recommending(CATALOGUE, shown=2)
+    made.reset(prompt, seed=0)
+    assert made.step(said(7)).rewards == {}
+    last = made.step(said(4, 1))
+    assert last.extra["items"] == [4]
+    assert last.rewards == {"ndcg": pytest.approx(played(Recommending(CATALOGUE, shown=2), moment(4, 5), [4, 0]))}
+    made.reset(prompt, seed=0)
+    assert [made.step(said(item, turn)).rewards for turn, item in enumerate((7, 9))] == [{}, {"ndcg": None}]
+
+
 def test_beginnings_that_are_right_earn_their_credit():
     """Of the later item that is nearest: items 0 and 1 share two codes, 0 and 2 one, 0 and 6 none."""
     gain = SharedCodes(CATALOGUE, (0.0, 0.2, 0.5))
