@@ -53,6 +53,11 @@ class Catalogue:
         low, high = self._range(beginning)
         return np.unique(self._sorted[low:high, len(beginning)])
 
+    def count(self, beginning: Sequence[int] | NDArray[np.int32]) -> int:
+        """Items that begin so."""
+        low, high = self._range(beginning)
+        return high - low
+
     def tokens(self, item: int) -> NDArray[np.int32]:
         """(levels,), those of an item."""
         return self._tokens[item]

@@ -14,7 +14,7 @@ from bestiary.training.errors import InvalidRun
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.environments import Said
 from bestiary.training.rl.episodes import Episodes
-from bestiary.training.rl.recommending import Recommending, SharedCodes
+from bestiary.training.rl.recommending import Lists, Recommending, SharedCodes
 from bestiary.training.rl.roles import Prompt
 from bestiary.training.rl.rollout import Sampling
 
@@ -67,12 +67,12 @@ def test_what_was_seen_is_not_shown_and_not_judged():
     prompt = Prompt(prompt_id="p", ids=(1, 2), row={"later": [4, 5], "seen": [7, 9]})
     made = Recommending(CATALOGUE, shown=2)
     made.reset(prompt, seed=0)
-    assert made.step(said(7)).rewards == {}
+    assert made.step(said(7)).rewards == {"ndcg": 0.0}
     last = made.step(said(4, 1))
     assert last.extra["items"] == [4]
     assert last.rewards == {"ndcg": pytest.approx(played(Recommending(CATALOGUE, shown=2), moment(4, 5), [4, 0]))}
     made.reset(prompt, seed=0)
-    assert [made.step(said(item, turn)).rewards for turn, item in enumerate((7, 9))] == [{}, {"ndcg": None}]
+    assert [made.step(said(item, turn)).rewards["ndcg"] for turn, item in enumerate((7, 9))] == [0.0, None]
 
 
 def test_beginnings_that_are_right_earn_their_credit():
@@ -112,3 +112,40 @@ def test_a_list_is_an_episode_of_constrained_turns():
         )
         assert ((one.allowed >= 0).any(1) == one.sampled).all()
         assert np.isfinite(one.rollout_log_probs).all()
+
+
+@given(st.integers(1, ITEMS), st.integers(0, 2**16))
+def test_a_list_never_names_an_item_twice_and_can_name_any_other(items, seed):
+    """All of the catalogue included: then the last item is the one that is left."""
+    made, random, words, listed = Lists(CATALOGUE, items), np.random.default_rng(seed), [], []
+    while len(allowed := made.allowed(np.array(words, np.int32))):
+        whole, begun = divmod(len(words), 3)
+        left = [CATALOGUE.tokens(item) for item in range(ITEMS) if item not in listed]
+        tail = words[3 * whole :]
+        assert allowed.tolist() == sorted({int(one[begun]) for one in left if one[:begun].tolist() == tail})
+        words.append(int(random.choice(allowed)))
+        if begun == 2:
+            listed.append(CATALOGUE.item(words[-3:]))
+    assert len(listed) == len(set(listed)) == items
+
+
+def test_lists_longer_than_the_catalogue_are_refused():
+    with pytest.raises(InvalidRun, match="lists of 19 items"):
+        Lists(CATALOGUE, ITEMS + 1)
+
+
+def test_a_list_in_one_answer_is_worth_what_it_is_worth_item_by_item():
+    model, prompt = tiny("qwen3"), moment(3, 7, 11)
+    sampling = Sampling(max_tokens=12, n=3, seed=1, constraint=Lists(CATALOGUE, 4))
+    sampler = Episodes(EmbeddedEngine(model), context=64, environment=partial(Recommending, CATALOGUE, shown=4))
+    try:
+        sampler.put([prompt], sampling)
+        ((*group,),) = sampler.take(1)
+    finally:
+        sampler.close()
+    for one in group:
+        assert one.finish == "stop"
+        assert len(set(one.extra["items"])) == 4
+        assert one.rewards["ndcg"] == pytest.approx(
+            played(Recommending(CATALOGUE, shown=4), prompt, one.extra["items"])
+        )
