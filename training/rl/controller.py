@@ -136,7 +136,7 @@ class Controller:
                 self._ready = False
 
     def _end(self) -> bool:
-        if self.round == 0:
+        if self.round == 0 and not self.interrupted:
             raise InvalidRun("the data has no prompts.", remedy="more data, or fewer that are left out")
         self.ledger.check(self.roles.policy.trained())
         self._call("on_end")
@@ -166,6 +166,7 @@ class Controller:
         if self._logged < 0:
             self._logged, self.resumed = policy.version, None if found is None else policy.version
         self._answered.clear()
+        self.stopped = self.stopped if self.interrupted else None
         sampler.pause()
         self._paused = True
         self._sync()
@@ -193,7 +194,9 @@ class Controller:
         if not scored:
             self.stopped = "the data is over"
             return
-        figures = self._ages(scored) | {f"rl/{name}": value for name, value in self.roles.scorer.figures().items()}
+        figures = self._ages(scored) | {
+            f"rl/{name}": value for name, value in self._asked(self.roles.scorer.figures).items()
+        }
         if plan.refill:
             figures["rl/refills"] = float(refills)
         with self._still(self.roles.shares), _timed(times, "rl/train_s"):

@@ -76,7 +76,7 @@ def test_a_run_stopped_after_every_round_is_the_run_that_was_not(tmp_path, whole
     [
         ("rollout", {"generate": (2, 4)}),  # the first answers, and those of the second round; odd ones are syncs
         ("rollout", {"generate": (3,)}),  # in a sync
-        ("reward", {"score": (2,)}),
+        ("reward", {"score": (2,), "figures": (1, 4)}),
         ("reference", {"log_probs": (1, 3)}),
         ("policy", {"forward_backward": (1,)}),  # before there is a resume point
         ("policy", {"check": (2,), "save_state": (3,)}),
@@ -127,6 +127,16 @@ def test_the_last_round_has_what_the_data_leaves(tmp_path):
     empty = controller(source=Numbers(0))
     with pytest.raises(InvalidRun, match="the data has no prompts"):
         empty.fit()
+
+
+def test_a_policy_that_dies_when_the_data_is_over_trains_it_again_from_its_resume_point(tmp_path):
+    made = controller(source=Numbers(5), rounds=9, save_every=None, dies={"policy": {"trained": (2,)}})
+    made.fit()
+    assert (made.stopped, made.round, made.deaths["policy"].restarts) == ("the data is over", 3, 1)
+    assert result(made)[1] == {f"n{place}": 1 for place in range(5)}
+    asked = controller(dies={"policy": {"trained": (2,)}}, callbacks=[StopsAfter()])
+    asked.fit()  # told to stop, and without a resume point: the next one begins anew
+    assert (asked.stopped, asked.round) == ("SIGTERM", 0)
 
 
 def test_equal_rewards_are_steps_that_are_skipped_and_bounded(tmp_path):
