@@ -131,9 +131,12 @@ class RolloutSection(SampledSection):
     Attributes:
         share: of documents with an answer, those that the student answers all the same (λ of GKD); prompts without
             an answer always are.
+        engines: processes on Ray that sample, each with a copy of the student that is synced in every step; 0: the
+            student's own generator.
     """
 
     share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    engines: Annotated[int, Field(ge=0)] = 0
 
 
 class OptimSection(Section):

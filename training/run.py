@@ -48,7 +48,7 @@ from bestiary.training.recipes.base import Recipe
 from bestiary.training.recipes.build import build, wanted_of
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.loader import RolloutLoader
-from bestiary.training.rl.rollout import Sampling
+from bestiary.training.rl.rollout import RolloutEngine, Sampling
 from bestiary.training.tracking import RunInfo, Tracker, trackers
 
 FINGERPRINT, CHECKPOINTS, EXPORT = "tokenizer.json", "checkpoints", "export"
@@ -160,7 +160,9 @@ def prepare(
         make=make if config.rollouts is None else _itself,
         group=data.group,
     )
-    loader = packs if config.rollouts is None else answering(config.rollouts, packs, model, tokenizer, data, make)
+    loader = (
+        packs if config.rollouts is None else answering(config, config.rollouts, packs, model, tokenizer, data, make)
+    )
     optimiser = Optimisers(model, config.optim, config.lr)
     steps = config.loop.steps or count_steps(plan, config.loop.workers, here)
     saver = Checkpoints(
@@ -241,6 +243,7 @@ def load_other(config: CommonConfig, src: str, here: Processes, mesh: DeviceMesh
 
 
 def answering(
+    config: RunConfig,
     section: RolloutSection,
     packs: PackLoader,
     model: Decoder,
@@ -248,14 +251,32 @@ def answering(
     data: DataParallel,
     make: Callable[[Pack], Any],
 ) -> RolloutLoader:
-    """Batches of the answers that the model itself samples to the prompts in packs."""
+    """Batches of the answers that the model itself samples to the prompts in packs.
+
+    Raises:
+        InvalidRun: engines of their own for a model in several processes.   MissingLibrary: no ray or verl for them.
+    """
     sampling = Sampling(
         max_tokens=section.max_tokens,
         temperature=section.temperature,
         stop_ids=tuple(sorted(tokenizer.stop_ids)),
         seed=section.seed,
     )
-    engine = EmbeddedEngine(model, rows=section.rows, agree=data.largest if data.size > 1 else None)
+    engine: RolloutEngine
+    if section.engines:
+        if dist.get_world_size() > 1:
+            raise InvalidRun(
+                f"rollouts.engines = {section.engines} for a student in {dist.get_world_size()} processes.",
+                remedy="rollouts.engines=0: every process samples its part of the answers",
+            )
+        from bestiary.training.rl.student_engines import StudentEngines
+
+        src, patience = config.model, config.loop.timeout_s
+        engine = StudentEngines(
+            model, src.src, section.engines, revision=src.revision, rows=section.rows, timeout_s=patience
+        )
+    else:
+        engine = EmbeddedEngine(model, rows=section.rows, agree=data.largest if data.size > 1 else None)
     return RolloutLoader(
         packs, engine, sampling, make=make, pad_id=tokenizer.pad_id, share=section.share, ranks=data.size
     )
@@ -364,7 +385,7 @@ def note(config: CommonConfig, tokenizer: BaseHFModelTokenizer) -> None:
 
 def _bound(config: RunConfig, model: Decoder, fingerprint: Fingerprint, steps: int, mesh: DeviceMesh) -> dict[str, Any]:
     """What a resume must agree in."""
-    section = config.model_dump(mode="json", exclude={"rollouts": {"rows"}})  # how many at once changes no answer
+    section = config.model_dump(mode="json", exclude={"rollouts": {"rows", "engines"}})  # which change no answer
     own = {"loss": section["loss"], "rollouts": section["rollouts"]}
     return bound_to(config, model, fingerprint, steps, mesh) | own
 
