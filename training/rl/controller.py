@@ -204,7 +204,6 @@ class Controller:
             experiences, told = self._assessed(scored)
             figures |= {f"rl/{name}": value for name, value in told.items()}
             if plan.keep is not None:
-                plan.keep.mkdir(parents=True, exist_ok=True)
                 save(plan.keep / f"round-{self.round:08d}.safetensors", experiences)
             figures |= self._train(experiences) | checked
         with self._still(True), _timed(times, "rl/sync_s"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -20,6 +21,7 @@ from safetensors.numpy import save_file
 
 from bestiary.kernels.errors import BestiaryError
 from bestiary.training.data.tokens import IGNORED, Tokens
+from bestiary.training.errors import SaveFailed
 from bestiary.training.rl.rollout import Finish, Rollout
 
 Values = NDArray[np.floating[Any]]
@@ -183,6 +185,7 @@ def save(path: Path, records: Sequence[Trajectory] | Sequence[Experience]) -> No
 
     Raises:
         RecordsRefused: records of both kinds; an `extra` that is not JSON.
+        SaveFailed: the file could not be written.
     """
     kinds = {type(record).__name__ for record in records}
     if len(kinds) > 1:
@@ -222,8 +225,18 @@ def save(path: Path, records: Sequence[Trajectory] | Sequence[Experience]) -> No
             f"{path}: {error}.", remedy="extra holds JSON values, rewards are finite or None"
         ) from error
     part = path.with_name(f"{path.name}.part")
-    save_file(arrays, part, metadata={"format": _FORMAT, "kind": kind, "records": described})
-    os.replace(part, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(arrays, part, metadata={"format": _FORMAT, "kind": kind, "records": described})
+        os.replace(part, path)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise SaveFailed(
+            f"{len(rows)} records could not be written ({error}).",
+            read_from=str(path),
+            remedy="free the disk or repair the folder; of a run, rollouts.keep=false keeps none",
+        ) from error
 
 
 def load_trajectories(path: Path) -> list[Trajectory]:

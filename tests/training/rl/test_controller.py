@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from bestiary.training import checkpoint as checkpoints
 from bestiary.training.config import LoopSection
 from bestiary.training.errors import InvalidRun, RoleLost, SaveFailed
+from bestiary.training.rl import records
 from bestiary.training.rl.algorithms import named
 from bestiary.training.rl.controller import Controller
 from bestiary.training.rl.ledger import Ledger, LedgerBroken
@@ -286,6 +288,20 @@ def test_experiences_are_kept_where_asked(tmp_path):
     assert {one.trajectory.prompt_id for one in kept} == {"n2", "n3"}
     assert kept[0].trajectory.extra["row"] == {"place": 2}
     assert kept[0].trajectory.rewards.keys() == {"even"}
+
+
+def test_experiences_that_cannot_be_kept_end_the_run_before_anything_moves(tmp_path, monkeypatch):
+    made = controller(tmp_path / "points", keep=tmp_path / "rollouts")
+
+    def full(arrays, file, metadata):
+        file.write_text("half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    monkeypatch.setattr(records, "save_file", full)
+    with pytest.raises(SaveFailed, match=r"8 records could not be written .*No space left"):
+        made.fit()
+    assert not [*(tmp_path / "rollouts").iterdir()]
+    assert made.roles.policy.version == 0
 
 
 def test_a_ledger_refuses_what_does_not_add_up():
