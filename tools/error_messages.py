@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bestiary.tools.error_page import PORTIONS, error_classes, sources
+from bestiary.tools.error_page import PORTIONS, called, error_classes, sources
 
 GAP = "‹…›"
 
@@ -35,12 +35,15 @@ def messages(root: Path) -> list[Message]:
 
 
 def _of_file(path: Path, root: Path, known: set[str]) -> Iterator[Message]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    text = path.read_text(encoding="utf-8")
+    if not any(f"{name}(" in text for name in known):
+        return
+    for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Call) or not node.args:
             continue
-        name = ast.unparse(node.func).rsplit(".", 1)[-1]
-        what = _text(node.args[0])
-        if name not in known or not re.search(r"\w", what.replace(GAP, "")):
+        name = called(node)
+        what = _text(node.args[0]) if name in known else ""
+        if not re.search(r"\w", what.replace(GAP, "")):
             continue
         remedy = next((_text(keyword.value) for keyword in node.keywords if keyword.arg == "remedy"), "")
         yield Message(name, what, remedy if remedy != GAP else "", path.relative_to(root).as_posix())
@@ -57,11 +60,11 @@ def _text(node: ast.expr) -> str:
     return GAP
 
 
-def table(root: Path) -> str:
+def table(found: Sequence[Message]) -> str:
     """Markdown: a heading for each class, a row for each message."""
     lines: list[str] = []
     error = None
-    for one in messages(root):
+    for one in found:
         if one.error != error:
             error = one.error
             lines += ["", f"### {error}", "", "| it says | do this |", "|---|---|"]

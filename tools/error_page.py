@@ -17,6 +17,7 @@ PORTIONS = ("kernels", "models", "bridges", "verify", "training", "tools")
 BASE = "BestiaryError"
 PAGE = Path("docs") / "errors.md"
 _USAGE = 7
+_DERIVES = re.compile(r"^class \w+\(\w", re.MULTILINE)  # files without one are not parsed: that takes seconds
 _HEAD = """\
 # Errors
 
@@ -53,7 +54,8 @@ def error_classes(root: Path) -> list[ErrorClass]:
     Read from the source: nothing is imported, so packages that are not installed hide none.
     """
     found: dict[str, ErrorClass] = {}
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sources(root)}
+    texts = {path: path.read_text(encoding="utf-8") for path in sources(root)}
+    trees = {path: ast.parse(text) for path, text in texts.items() if _DERIVES.search(text)}
     nodes = [(path, node) for path, tree in trees.items() for node in _classes(tree)]
     known, codes, before = {BASE}, {BASE: _USAGE}, 0
     while len(known) > before:  # a class may stand in a file before its base
@@ -70,6 +72,14 @@ def error_classes(root: Path) -> list[ErrorClass]:
             known.add(node.name)
     order = {name: index for index, name in enumerate(PORTIONS)}
     return sorted(found.values(), key=lambda one: (order[one.module.split(".")[1]], one.module, one.name))
+
+
+def called(call: ast.Call) -> str:
+    """The last part of the name that is called; "" where it is no name."""
+    function = call.func
+    return (
+        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    )
 
 
 def sources(root: Path) -> list[Path]:

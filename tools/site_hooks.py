@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from bestiary.tools.error_messages import table
+from bestiary.tools.error_messages import messages, table
 from bestiary.tools.error_page import PORTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,4 +28,4 @@ def on_config(config: Any) -> Any:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Puts the messages of all errors in the place of the mark."""
-    return markdown.replace(MARK, table(ROOT)) if page.file.src_uri == "troubleshooting.md" else markdown
+    return markdown.replace(MARK, table(messages(ROOT))) if page.file.src_uri == "troubleshooting.md" else markdown

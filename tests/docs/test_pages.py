@@ -78,6 +78,7 @@ def test_the_blocks_of_a_page_work(
     place = tmp_path / "page"
     shutil.copytree(laid_out, place)
     monkeypatch.chdir(place)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # a page that asks the hub fails at once
     monkeypatch.syspath_prepend(str(place))
     names: dict[str, Any] = {"__name__": "page"}
     modules = set(sys.modules)
