@@ -27,7 +27,7 @@ venv: .venv/.stamp-dev ## .venv with everything that tests and benchmarks need
 demo: .venv/.stamp-demo ## the real Gemma 3 270M: verify the bridge, generate, export, reload in transformers, fine-tune with LoRA
 	$(BIN)/python -m bestiary.tools.demo
 
-demo-rl: .venv/.stamp-demo ## a tiny model, warm-started by sft, learns to sort by grpo, in three seeds: out/demo-rl/rewards.png (5 minutes)
+demo-rl: .venv/.stamp-demo ## a tiny model, warm-started by sft, learns to sort by grpo, in three seeds: out/demo-rl/rewards.png (3 minutes)
 	$(BIN)/python -m bestiary.tools.demo_rl
 
 demo-rl-real: .venv/.stamp-demo ## the same on the real Gemma 3 270M with LoRA, one seed (6 minutes)

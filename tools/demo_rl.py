@@ -11,8 +11,10 @@ that of `bestiary.tools.demo_rl_sorting`. Results: rewards.png and the folders o
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bestiary.tools import assets
@@ -24,6 +26,7 @@ EXAMPLES = """\
 examples:
   make demo-rl                                    installs what it needs first
   python -m bestiary.tools.demo_rl --seeds 1      one seed
+  python -m bestiary.tools.demo_rl --engine vllm  sampled by vLLM, whose weights are synced after every round
   python -m bestiary.tools.demo_rl --json -       the result on stdout
 
 exit codes: 0 every seed gained 0.3, 1 one did not, 7 usage or environment (packages not installed)"""
@@ -38,9 +41,14 @@ def main(argv: Sequence[str] | None = None, sizes: Sorting | None = None) -> int
     parser = Parser("bestiary.tools.demo_rl", __doc__, EXAMPLES)
     parser.add_argument("--out", type=Path, help="folder of results (default: out/demo-rl of the checkout)")
     parser.add_argument("--seeds", type=at_least(1), default=3, help="how many, from 0 (default %(default)s)")
+    parser.add_argument(
+        "--engine", choices=("embedded", "vllm"), default="embedded", help="that samples (default %(default)s)"
+    )
     args = parser.parse_args(argv)
+    if args.engine == "vllm":
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     out: Path = args.out or assets.output_folder() / "demo-rl"
-    return conduct(sizes or Sorting(), out, args.seeds, args.json)
+    return conduct(replace(sizes or Sorting(), engine=args.engine), out, args.seeds, args.json)
 
 
 if __name__ == "__main__":

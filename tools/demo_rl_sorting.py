@@ -18,6 +18,7 @@ from bestiary.tools.demo_rl_trial import REWARD, Row, Task, write_rows
 CHARACTERS = "0123456789="
 PAD, END = "<pad>", "<end>"
 DIGITS = 5
+CACHE_BYTES = 1 << 26  # of vLLM, far more than such short answers need
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class Sorting(Task):
         demonstrations: answers to imitate.   careless: share of them with a mistake.
         prompts: of reinforcement learning.   held_out: that nothing is trained on.
         hidden, layers: of the model.   warm_steps, warm_rate: of the imitation.
-        rounds, round_prompts, answers, rate: of reinforcement learning.
+        rounds, round_prompts, answers, rate: of reinforcement learning.   engine: that samples, embedded or vllm.
     """
 
     demonstrations: int = 4000
@@ -43,6 +44,7 @@ class Sorting(Task):
     round_prompts: int = 16
     answers: int = 8
     rate: float = 3e-4
+    engine: str = "embedded"
     title: str = f"Mean reward: {DIGITS} digits in ascending order"
     schema: str = "bestiary.demo_rl/1"
     max_tokens: int = DIGITS + 2
@@ -83,7 +85,14 @@ class Sorting(Task):
             "recipe": "grpo",
             "model": {"src": str(base)},
             "data": self._data(base, folder / "prompts.jsonl", seed),
-            "rollouts": {"max_tokens": self.max_tokens, "n": self.answers, "seed": seed, "rows": self.rows},
+            "rollouts": {
+                "engine": self.engine,
+                "max_tokens": self.max_tokens,
+                "n": self.answers,
+                "seed": seed,
+                "rows": self.rows,
+                "options": {"cache_bytes": CACHE_BYTES} if self.engine == "vllm" else {},
+            },
             "rewards": {"functions": [{"name": "right", "function": REWARD}]},
             "optim": {"lr": self.rate},
             "loop": {"steps": self.rounds, "prompts": self.round_prompts, "seed": seed},

@@ -298,14 +298,13 @@ def show(trials: Sequence[Trial], title: str, console: Console) -> None:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for column in ("seed", "held-out", "in training", "rounds", "mismatch", "s", ""):
+    for column in ("seed", "held-out", "in training", "mismatch", "s", ""):
         table.add_column(column, justify="right")
     for one in trials:
         ways = ((one.before, one.after), (one.first, one.last))
         table.add_row(
             str(one.seed),
             *(f"{start:.2f} → {end:.2f} ({end - start:+.2f})" for start, end in ways),
-            str(one.rounds),
             f"{one.mismatch:.0e}",
             f"{one.seconds:.0f}",
             "ok" if one.holds else "MISSED",

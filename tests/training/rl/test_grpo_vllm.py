@@ -18,7 +18,17 @@ from bestiary.training.rl.weight_sync import SyncFailed, sync
 
 ROUNDS, FULL = 3, 1e-4
 QUERY = "model.layers.1.self_attn.q_proj.weight"
-TASK = Sorting(demonstrations=2, prompts=40, held_out=2, hidden=64, layers=2, answers=4, round_prompts=4, rounds=ROUNDS)
+TASK = Sorting(
+    demonstrations=2,
+    prompts=40,
+    held_out=2,
+    hidden=64,
+    layers=2,
+    answers=4,
+    round_prompts=4,
+    rounds=ROUNDS,
+    engine="vllm",
+)
 REWARD = """
 def low(answers):
     return [sum(word < 7 for word in one.ids) / len(one.ids) for one in answers]
@@ -59,7 +69,7 @@ def run(data, started, tmp_path, monkeypatch):
 
     monkeypatch.setattr(vllm_engine, "VllmEngine", engine)
     content = TASK.learning(data / "random", data, 0)
-    content["rollouts"] |= {"engine": "vllm", "temperature": 0.9, "rows": 16, "options": {"cache_bytes": 1 << 24}}
+    content["rollouts"] |= {"temperature": 0.9, "rows": 16}
     content["rewards"] = {"functions": [{"name": "low", "function": "lowness:low"}]}
     content |= {"lora": {"r": 4}, "optim": {"lr": 1e-2, "warmup": 0}, "out": str(tmp_path)}
     content["checkpoint"] = {"every": None, "export": False}
