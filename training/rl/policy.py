@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 
+from bestiary.kernels.errors import BestiaryError
 from bestiary.models import Decoder
 from bestiary.models.lora import adapters_off
 from bestiary.training.checkpoint import Checkpoints
@@ -36,6 +37,7 @@ from bestiary.training.rl.rollout import Constraint, Rollout, RolloutEngine, Sam
 from bestiary.training.rl.rollout_check import FULL, HALF, StaleWeights, check_allowed, check_rollouts, computed_in
 from bestiary.training.rl.weight_sync import Synced, sync
 
+T = TypeVar("T")
 _COUNTS = ("tokens", "useful_tokens", "loss_tokens")
 
 
@@ -256,12 +258,42 @@ class LocalPolicy:
             StaleWeights, WrongTemperature, Retokenised: of answers sampled by this version, see `check_rollouts`.
             WrongConstraint: of any.
         """
-        for place, given in enumerate(trajectories):
-            for _, turn in turns_of(given):
+        self._all(lambda: self._check_allowed(trajectories))
+        known = self.log_probs([Experience.of(one) for one in trajectories], "old_log_probs")
+        every = self._all(lambda: self._parity(known))
+        found, current = sum((each for each, _ in every), Parity()), sum((each for _, each in every), Parity())
+        mean, bound = current.absolute / max(1, current.tokens), self._bound()
+        if mean > bound:
+            self._all(lambda: self._blame([one for one in trajectories if one.version == self.version]))
+            raise StaleWeights(
+                f"log-probabilities of the engine and the policy differ by {mean:.2g} in the mean (at most {bound:g}).",
+                remedy="the engine has other weights than the policy: sync it",
+            )
+        return {f"rl/{name.replace('/', '_')}": value for name, value in found.figures().items()}
+
+    def _all(self, look: Callable[[], T]) -> list[T]:
+        """What every process finds; an error of one is raised in all, so that none waits for it in a collective."""
+        found: T | None = None
+        failure: BestiaryError | None = None
+        try:
+            found = look()
+        except BestiaryError as error:
+            failure = error
+        every = self.trainer.control.gathered((found, failure))
+        for _, other in every:
+            if other is not None:
+                raise other
+        return [cast(T, one) for one, _ in every]
+
+    def _check_allowed(self, trajectories: Sequence[Trajectory]) -> None:
+        for place, one in enumerate(trajectories):
+            for _, turn in turns_of(one):
                 check_allowed(place, turn, self._constraint)
-        blank = [Experience.of(one) for one in trajectories]
+
+    def _parity(self, known: Sequence[Experience]) -> tuple[Parity, Parity]:
+        """Of all answers, and of those that these weights sampled."""
         found, current = Parity(), Parity()
-        for one in self.log_probs(blank, "old_log_probs"):
+        for one in known:
             if one.old_log_probs is not None:
                 ours, theirs, where = (
                     torch.from_numpy(values)
@@ -270,16 +302,7 @@ class LocalPolicy:
                 compared = parity(ours, theirs, where)
                 found += compared
                 current += compared if one.trajectory.version == self.version else Parity()
-        every = self.trainer.control.gathered((found, current))
-        found, current = sum((each for each, _ in every), Parity()), sum((each for _, each in every), Parity())
-        mean, bound = current.absolute / max(1, current.tokens), self._bound()
-        if mean > bound:
-            self._blame([one for one in trajectories if one.version == self.version])
-            raise StaleWeights(
-                f"log-probabilities of the engine and the policy differ by {mean:.2g} in the mean (at most {bound:g}).",
-                remedy="the engine has other weights than the policy: sync it",
-            )
-        return {f"rl/{name.replace('/', '_')}": value for name, value in found.figures().items()}
+        return found, current
 
     def _bound(self) -> float:
         dtypes = [computed_in(self.model), *([self._engine_dtype] if self._engine_dtype else [])]

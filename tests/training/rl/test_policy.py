@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bestiary.training.config import LoopSection
+from bestiary.training.control import Control
 from bestiary.training.errors import Diverged, InvalidRun
 from bestiary.training.rl.algorithms import named
 from bestiary.training.rl.embedded import EmbeddedEngine
@@ -154,6 +155,18 @@ def test_what_a_check_computed_is_the_log_probabilities_before_the_step_and_not_
     made.optim_step()
     moved = made.log_probs(blank, "old_log_probs")
     assert not np.array_equal(moved[0].old_log_probs, fresh[0].old_log_probs)
+
+
+def test_what_one_process_of_a_policy_finds_wrong_is_raised_in_all_of_them():
+    class Two(Control):
+        def gathered(self, value):
+            other = (None, StaleWeights("the other's answers are stale.")) if isinstance(value, tuple) else value
+            return [value, other]
+
+    made = policy()
+    made.trainer.control = Two()
+    with pytest.raises(StaleWeights, match="the other's answers are stale"):
+        made.check(answers(made))
 
 
 def test_answers_of_an_earlier_version_may_differ_and_are_measured():
