@@ -36,8 +36,8 @@ demo-rl-real: .venv/.stamp-demo ## the same on the real Gemma 3 270M with LoRA, 
 test: .venv/.stamp-dev .venv/.stamp-tokenizers ## the whole test suite, one process a core (SELECT="-k word" narrows it, WORKERS=0: this process alone)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(SELECT)
 
-test-fast: .venv/.stamp-dev .venv/.stamp-tokenizers ## the tests not marked slow
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(SELECT)
+test-fast: .venv/.stamp-dev .venv/.stamp-tokenizers ## of each test that is not slow one case: two minutes on two cores
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --fast $(SELECT)
 
 verify: .venv/.stamp-dev ## families whose record in ports/ is missing or old at every level, the others through V0–V2
 	$(BIN)/python -m bestiary.tools.families verify

@@ -14,6 +14,7 @@ from bestiary.kernels.triton_runtime import obstacle
 FILES = sorted(Path(__file__).parent.glob("interpreted_*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_agrees_with_the_reference(path: Path) -> None:
     """Every test of the file passes and none is skipped."""

@@ -147,6 +147,7 @@ def alone(job: dict[str, Any], inputs: Case) -> dict[str, Any]:
     return {**found, "of_hidden": hidden.grad, "of_weight": weight.grad, "of_bias": bias.grad}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, job in JOBS.items() if "function" in job])
 def test_two_ranks_are_one_process(name: str, ranks: list[dict[str, dict[str, Any]]], inputs: Case) -> None:
     """Loss, log-probabilities and gradients; values that both ranks have are the same bits on both."""
@@ -161,6 +162,7 @@ def test_two_ranks_are_one_process(name: str, ranks: list[dict[str, dict[str, An
         torch.testing.assert_close(got, whole, **EXACT, msg=lambda text, key=key: f"{key}: {text}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_TRITON)
 def test_two_ranks_in_triton_are_one_process(
     name: str, triton_ranks: list[dict[str, dict[str, Any]]], inputs: Case
@@ -177,6 +179,7 @@ def test_two_ranks_in_triton_are_one_process(
         assert (got.double() - whole).abs().max() <= 1e-6 * whole.abs().max(), key
 
 
+@pytest.mark.slow
 def test_fsdp_gathers_the_weight_and_each_rank_has_its_own_tokens(
     ranks: list[dict[str, dict[str, Any]]], inputs: Case
 ) -> None:
@@ -200,6 +203,7 @@ def test_fsdp_gathers_the_weight_and_each_rank_has_its_own_tokens(
         ("teacher in columns", "weight is placed"),
     ],
 )
+@pytest.mark.slow
 def test_what_cannot_mean_one_thing_is_refused(call: str, named: str, ranks: list[dict[str, dict[str, Any]]]) -> None:
     """FSDP's shards and a split vocabulary look alike: nobody guesses."""
     for rank in ranks:

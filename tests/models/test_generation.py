@@ -138,6 +138,7 @@ def test_the_nucleus_is_found_in_a_large_vocabulary(spread: float) -> None:
         assert torch.equal(kept[row], expected)
 
 
+@pytest.mark.slow
 def test_rare_tokens_are_drawn_as_often_as_they_should() -> None:
     """The last of 50 000 tokens, each of which is rarer than a rounding of fp32 next to 1."""
     rare = 50_000

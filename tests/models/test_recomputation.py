@@ -91,6 +91,7 @@ def test_blocks_are_chosen_by_their_number(options: dict[str, Any], again: set[i
     assert same(found, step(tiny("gemma3"), tokens(1, 9))[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [Part.SELECTIVE, Part.MLP])
 def test_parts_are_repeated_inside_compiled_blocks(part: Part) -> None:
     """The compiler is told what to keep; gradients are those of compiled blocks without checkpointing."""

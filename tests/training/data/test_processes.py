@@ -125,6 +125,7 @@ def test_packs_change_ranks_for_equal_work(trainers: "subprocess.Popen[str]", tm
     assert found[0] != found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "nice"), reason="this system has no niceness")
 def test_producers_step_back_for_the_trainer(tmp_path: Path) -> None:
     """A producer works ahead: where both want a core, the trainer's threads go first."""
