@@ -66,6 +66,7 @@ def test_the_bill_of_materials_holds_every_requirement_in_the_version_that_is_he
     assert any(ref.startswith("pkg:pypi/sympy@") for ref in torch["dependsOn"])
 
 
+@pytest.mark.slow
 def test_a_source_distribution_builds_the_wheel_and_holds_what_people_read(tmp_path: Path) -> None:
     """Its tree is that of `git ls-files`, so a file that is not packaged is missing here as it would be elsewhere."""
     tree = tmp_path / "tree"
