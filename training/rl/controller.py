@@ -235,11 +235,11 @@ class Controller:
         """
         plan, sampler = self.rounds, self.roles.sampler
         later = min(plan.staleness, plan.rounds - self.round - 1) * plan.prompts
-        missing = count + later - (len(self.ledger.waiting) - len(own))
-        if missing > 0:
-            self.ledger.issue(self.prompts.next(missing))
+        ahead = len(own) + count + later
+        if ahead > len(self.ledger.waiting):
+            self.ledger.issue(self.prompts.next(ahead - len(self.ledger.waiting)))
         names = self.ledger.oldest(len(own) + count)[len(own) :]
-        self._put()
+        self._put(ahead)
         while any(name not in self._answered for name in names):
             for group in self._asked(lambda: sampler.take(1)):
                 name = group[0].prompt_id
@@ -250,13 +250,16 @@ class Controller:
                     )
                 if name in self.ledger.waiting:
                     self._answered[name] = group
-            self._put()
+            self._put(ahead)
         return names, [one for name in names for one in self._answered[name]]
 
-    def _put(self) -> None:
-        """Have everything sampled that waits and is neither answered nor in flight."""
+    def _put(self, ahead: int) -> None:
+        """Have the oldest so many prompts sampled, as far as they are neither answered nor in flight.
+
+        More may wait after a resume with a smaller staleness; put now, they would be too old when their round comes.
+        """
         known = {*self._answered, *self.roles.sampler.in_flight}
-        missing = [one for name, one in self.ledger.waiting.items() if name not in known]
+        missing = [self.ledger.waiting[name] for name in self.ledger.oldest(ahead) if name not in known]
         if missing:
             self._asked(lambda: self.roles.sampler.put(missing, self.rounds.sampling))
 

@@ -259,6 +259,14 @@ def test_sampling_ahead_keeps_its_bound_and_counts_every_prompt_once(tmp_path):
     assert result(made)[1] == {f"n{place}": 1 for place in range(10)}
 
 
+def test_a_run_that_ran_ahead_goes_on_without(tmp_path):
+    controller(tmp_path, staleness=2, rounds=5, callbacks=[StopsAfter()]).fit()
+    made = controller(tmp_path, rounds=5)
+    made.fit()
+    assert made.log.of("rl/staleness_max") == [0, 0, 0, 0]
+    assert result(made)[1] == {f"n{place}": 1 for place in range(10)}
+
+
 def test_what_was_sampled_ahead_is_two_rounds_old(tmp_path):
     """Without a stop, prompts are put when they may be, not when they are trained."""
     made = controller(staleness=2, rounds=5)
