@@ -217,13 +217,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=20, metavar="N", help="processes, shared evenly by the roles")
     parser.add_argument("--seed", type=int, default=0, help="of the order, the members and the moments")
     parser.add_argument("--every", type=int, default=2, metavar="ROUNDS", help="between two of them")
+    parser.add_argument("--staleness", type=int, default=0, metavar="ROUNDS", help="that sampling may be ahead")
     asked = parser.parse_args(arguments)
     roles = [ROLES[number % len(ROLES)] for number in range(asked.kills)]
     random.Random(asked.seed).shuffle(roles)
     rounds = FIRST + asked.every * asked.kills + 2
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-") as place:
-        file = write_run(Path(place), rounds)
+        file = write_run(Path(place), rounds, loop={"prompts": PROMPTS, "staleness": asked.staleness})
         outcome, done, stops = under_fire(file, roles, every=asked.every, seed=asked.seed)
         counts = trained(Path(place) / "out")
     for one in done.done:

@@ -15,7 +15,6 @@ What verl 0.9.1 does that one has to know, on CPUs above all:
   because another died would be waited for. What is registered here is `blocking=False`, and waited for by `Members`.
 * Arguments are split over the workers if all are lists of the group's size, and only lists: `Dispatch.DP_COMPUTE` takes
   a tuple as well, and sends it whole to everybody. Ours are lists.
-* With `Dispatch.ONE_TO_ALL` and `Execute.RANK_ZERO` the first worker is handed the list; `ALL_TO_ALL` is meant.
 * What a constructor raises comes out as the actor's death. Ours do nothing; `build` makes what a worker hosts.
 """
 
@@ -45,7 +44,7 @@ with needs("verl", INSTALL), warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from verl.plugin.platform import set_platform
     from verl.single_controller.base import Worker
-    from verl.single_controller.base.decorator import Dispatch, Execute, register
+    from verl.single_controller.base.decorator import Dispatch, register
     from verl.single_controller.ray.base import (
         RayClassWithInitArgs,
         RayResourcePool,
@@ -57,12 +56,11 @@ with needs("verl", INSTALL), warnings.catch_warnings():
 GRACE_S = 5.0  # in which the process that died is told from those that lost it
 everybody = partial(register, dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)()
 shares = partial(register, dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)()
-first_alone = partial(register, dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO, blocking=False)()
 _PASSED = ("PYTHONPATH", "PYTHONSAFEPATH", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 class RoleWorker(Worker):
-    """One process of a role. Subclasses register what they can be asked: `everybody`, `shares`, `first_alone`."""
+    """One process of a role. Subclasses register what they can be asked: `everybody`, `shares`."""
 
     hosted: Any
 
