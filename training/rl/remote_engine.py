@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import ray
 import torch
 from torch import Tensor
 
-from bestiary.training.errors import InvalidRun
+from bestiary.training.errors import InvalidRun, RoleLost
 from bestiary.training.rl.buckets import BUCKET_BYTES, buckets
 from bestiary.training.rl.groups import Group, Members
 from bestiary.training.rl.rollout import Rollout, Sampling
@@ -126,8 +127,16 @@ class RemoteEngine:
             RoleLost: a process died.
         """
         self._version = None
+        self.members.every("open_stream")
+        try:
+            return self._sent(tensors)
+        except Exception:
+            with suppress(RoleLost):
+                self.members.every("drop_stream")
+            raise
+
+    def _sent(self, tensors: Iterator[tuple[str, Tensor]]) -> list[str]:
         members = self.members
-        members.every("open_stream")
         waiting: list[object] = []
         count = 0
         for bucket in buckets(((name, self._narrowed(tensor)) for name, tensor in tensors), self.bucket_bytes):

@@ -210,10 +210,15 @@ class RolloutWorker(RoleWorker):
 
     def open_stream(self) -> None:
         """Begin to receive weights; what was being received is given up."""
-        if self._inflow is not None:
-            self._inflow.give_up()
+        self.drop_stream()
         with self._sampling:  # to the end, by the weights that it began with
             self._inflow = Inflow(self.hosted, self._timeout_s)
+
+    def drop_stream(self) -> None:
+        """Give up what is being received: the engine has weights of no version then."""
+        inflow, self._inflow = self._inflow, None
+        if inflow is not None:
+            inflow.give_up()
 
     def take_bucket(self, number: int, bucket: Bucket) -> None:
         """See `Inflow.put`.
