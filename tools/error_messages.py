@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bestiary.tools.error_page import PORTIONS, called, error_classes, sources
+from bestiary.tools.error_page import called, error_classes, sources
 
 GAP = "‹…›"
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|])")
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,10 @@ class Message:
 
 
 def messages(root: Path) -> list[Message]:
-    """Of every error class below a checkout, in the order of the layers, then of the classes."""
+    """Of every error class below a checkout, class by class in the alphabet's order."""
     known = {one.name for one in error_classes(root)}
     found = [message for path in sources(root) for message in _of_file(path, root, known)]
-    order = {name: index for index, name in enumerate(PORTIONS)}
-    return sorted(set(found), key=lambda one: (order[one.file.split("/")[0]], one.error, one.file, one.what))
+    return sorted(set(found), key=lambda one: (one.error, one.file, one.what))
 
 
 def _of_file(path: Path, root: Path, known: set[str]) -> Iterator[Message]:
@@ -73,5 +73,9 @@ def table(found: Sequence[Message]) -> str:
 
 
 def _cell(text: str) -> str:
+    """On one line; what stands between two backticks stays code."""
     flat = " ".join(text.split())
-    return re.sub(r"([\\`*_{}\[\]<>#|])", r"\\\1", flat)
+    parts = flat.split("`")
+    if len(parts) % 2 == 0:
+        return _SPECIAL.sub(r"\\\1", flat)
+    return "`".join(part.replace("|", "\\|") if n % 2 else _SPECIAL.sub(r"\\\1", part) for n, part in enumerate(parts))

@@ -24,3 +24,5 @@ def test_what_would_be_markup_is_shown_as_it_stands() -> None:
     rows = [line for line in shown.splitlines() if line.startswith("| ")]
     assert all(line.replace("\\|", "").count("|") == 3 for line in rows)
     assert "\\[" in shown
+    headings = [line for line in shown.splitlines() if line.startswith("### ")]
+    assert len(headings) == len(set(headings)) > 60
