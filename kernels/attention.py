@@ -52,7 +52,7 @@ class MaskSpec:
         q_len, kv_len: number of queries T and keys S.
         q_offset, kv_offset: index in the sequence of the first query and of the first key (they differ with a cache).
         window: tokens a query sees, itself included; None: all before it.
-        documents: (B, T) integers, equal for tokens of one document; only without a cache.
+        documents: (B, S) integers, equal for tokens of one document; the queries are tokens of them too.
         key_valid: (B, S) booleans, False for padding keys.
     """
 
@@ -111,7 +111,9 @@ class MaskSpec:
                     visible = visible & (k < q + self.window)
             visible = visible[None, None]
             if self.documents is not None:
-                visible = visible & (self.documents[:, None, :, None] == self.documents[:, None, None, :])
+                first = self.q_offset - self.kv_offset
+                own = self.documents[:, first : first + self.q_len]
+                visible = visible & (own[:, None, :, None] == self.documents[:, None, None, :])
             if self.key_valid is not None:
                 visible = visible & self.key_valid[:, None, None, :]
             self._dense[device] = visible
@@ -130,8 +132,6 @@ class MaskSpec:
                 self._ranges = None, f"borders are read on the CPU, and documents or padding are on {given[0].device}"
             elif self.q_offset - self.kv_offset != self.kv_len - self.q_len:
                 self._ranges = None, "the queries are not the last of the tokens"
-            elif self.documents is not None and self.q_len != self.kv_len:
-                self._ranges = None, "documents do not go together with a cache"
             elif given and torch.compiler.is_compiling():
                 self._ranges = None, None
             else:
@@ -172,11 +172,23 @@ class MaskSpec:
             self.blocks(device)
 
 
+@dataclass(frozen=True)
+class PieceMasks:
+    """What queries see that are pieces of a row while the keys are all of it.
+
+    Args:
+        masks: of the pieces, in the order of their queries; `kv_offset` counts from the first key of the row, and of
+            the keys a piece is given those `kv_offset` .. `kv_offset + kv_len` alone.
+    """
+
+    masks: tuple[MaskSpec, ...]
+
+
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: MaskSpec,
+    mask: MaskSpec | PieceMasks,
     *,
     scale: float,
     sinks: Tensor | None = None,
@@ -198,6 +210,9 @@ def attention(
     Raises:
         UnsupportedDispatch: a forced implementation cannot run.
     """
+    if isinstance(mask, PieceMasks):
+        options: dict[str, Any] = {"scale": scale, "sinks": sinks, "softcap": softcap, "dropout": dropout}
+        return _of_pieces(q, k, v, mask, options)
     implementation = choose("attention", _obstacles(q, k, v, mask, sinks, softcap, dropout))
     if implementation == "eager":
         return _eager(q, k, v, mask, scale, sinks, softcap, dropout)
@@ -217,6 +232,14 @@ def attention(
         q, k, v, ranges, window=mask.window, scale=scale, sinks=sinks, documents=documents, key_valid=key_valid
     )
     return out if out.shape[-1] == size else out[..., :size]
+
+
+def _of_pieces(q: Tensor, k: Tensor, v: Tensor, mask: PieceMasks, options: dict[str, Any]) -> Tensor:
+    outs = []
+    for own, piece in zip(q.split([piece.q_len for piece in mask.masks], 2), mask.masks, strict=True):
+        keys = slice(piece.kv_offset, piece.kv_offset + piece.kv_len)
+        outs.append(attention(own, k[:, :, keys], v[:, :, keys], piece, **options).transpose(1, 2))
+    return torch.cat(outs, 1).transpose(1, 2)  # tokens first, as the projection behind reads them
 
 
 def _of_one_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

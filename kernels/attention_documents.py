@@ -43,7 +43,7 @@ def ranges_of(
     Queries are the last `q_len` of the `kv_len` tokens. Padding is in no range, neither as query nor as key.
 
     Args:
-        documents: (B, T) integers on the CPU, equal for tokens of one document; only where q_len = kv_len.
+        documents: (B, S) integers on the CPU, equal for tokens of one document.
         key_valid: (B, S) booleans on the CPU, False for padding.
     Returns:
         (n, 5) int64 on the CPU: row (`ALL_ROWS` for every row), first query, end of queries, first key, end of keys;
@@ -52,9 +52,7 @@ def ranges_of(
     given = documents if documents is not None else key_valid
     if given is None:
         return _as_tensor([[ALL_ROWS, 0, q_len, 0, kv_len]]), None
-    cached = kv_len - q_len
-    if documents is not None and cached:
-        return None, "documents do not go together with a cache"
+    before = kv_len - q_len
     # Rows that are one row in memory (positions that restart in a whole batch) are computed together.
     shared = key_valid is None and (given.shape[0] == 1 or given.stride(0) == 0)
     found = []
@@ -64,8 +62,8 @@ def ranges_of(
             found.append([SCATTERED_ROWS if shared else SCATTERED_ROWS - 1 - row, 0, q_len, 0, kv_len])
             continue
         for _, start, end in runs:
-            if end > cached:
-                found.append([ALL_ROWS if shared else row, max(start - cached, 0), end - cached, start, end])
+            if end > before:
+                found.append([ALL_ROWS if shared else row, max(start - before, 0), end - before, start, end])
     return _as_tensor(found), None
 
 

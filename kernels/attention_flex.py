@@ -52,7 +52,7 @@ def block_mask(
 
     Args:
         shift: tokens between the first key and the first query.
-        documents: (B, T) integers.   key_valid: (B, S) booleans.
+        documents: (B, S) integers.   key_valid: (B, S) booleans.
         causal: False: both ways.
     """
     from torch.nn.attention.flex_attention import create_block_mask
@@ -61,7 +61,7 @@ def block_mask(
     given = documents if documents is not None else key_valid
     batch = None if given is None else given.shape[0]
     if documents is not None:
-        documents = F.pad(documents.to(device), (0, max(rounded_q, rounded_kv) - documents.shape[1]), value=-1)
+        documents = F.pad(documents.to(device), (0, max(shift + rounded_q, rounded_kv) - documents.shape[1]), value=-1)
     if key_valid is not None:
         key_valid = F.pad(key_valid.to(device), (0, rounded_kv - kv_len), value=False)
     build = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
@@ -133,7 +133,7 @@ def _rule(
             if end is not None:
                 seen = seen & (key < query + shift + window)
         if documents is not None:
-            seen = seen & (documents[row, query] == documents[row, key])
+            seen = seen & (documents[row, query + shift] == documents[row, key])
         if key_valid is not None:
             seen = seen & key_valid[row, key]
         return seen

@@ -1,9 +1,19 @@
 """Keys and values of past tokens; sliding layers forget what no query can see any more."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from bestiary.models.config import DecoderConfig
+
+
+class KeyValues(Protocol):
+    """Where keys and values come from that a forward pass does not compute itself: earlier tokens, or other slices."""
+
+    def append(self, index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """With those (B, heads, T, head_dim) that layer `index` has just computed, all that its queries look at."""
+        ...
 
 
 class Cache:

@@ -7,12 +7,13 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from bestiary.kernels.attention import MaskSpec
+from bestiary.kernels.attention import MaskSpec, PieceMasks
 from bestiary.kernels.balance import load_balancing_loss
 from bestiary.kernels.divergence import Distillation
 from bestiary.kernels.log_prob import LogProb
 from bestiary.models.cache import Cache
 from bestiary.models.config import DecoderConfig, HeadKind, LayerType
+from bestiary.models.context import ContextSlice
 from bestiary.models.errors import InvalidConfig, InvalidInput
 from bestiary.models.generation import GenerationMixin
 from bestiary.models.inputs import Inputs, read_inputs, shifted
@@ -29,6 +30,7 @@ from bestiary.models.recomputation import Part, again
 from bestiary.models.sharding import is_spread, put
 
 RopeTables = dict[object, tuple[Tensor, Tensor]]
+_BY_TOKEN = {"log_probs", "entropy", "divergence"}
 
 
 class Backbone(nn.Module):
@@ -51,10 +53,11 @@ class Backbone(nn.Module):
             x = x * self.decoder_config.embedding_multiplier
         tables: RopeTables = {rope: table(inputs.position_ids, x.dtype) for rope, table in self._rotary.items()}
         masks = inputs.masks(self.decoder_config, cache)
+        elsewhere = inputs.elsewhere(cache)
         router_logits = []
         recomputes = self.checkpointing if torch.is_grad_enabled() and cache is None else None
         for index, layer in enumerate(self.layers):
-            arguments = (x, tables.get(layer.rope), masks[cast(LayerType, layer.layer_type)], cache)
+            arguments = (x, tables.get(layer.rope), masks[cast(LayerType, layer.layer_type)], elsewhere)
             if self.decoder_config.compile_blocks:
                 _any_length(*arguments[:3])
             part = None if recomputes is None else recomputes.of(index)
@@ -65,14 +68,15 @@ class Backbone(nn.Module):
         return self.norm(x), tuple(router_logits)
 
 
-def _any_length(x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: MaskSpec) -> None:
+def _any_length(x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: MaskSpec | PieceMasks) -> None:
     """Ask the compiler for one graph for every number of tokens and documents, from the first call on."""
     from torch._dynamo import maybe_mark_dynamic  # longer to import than all of torch
 
     for tensor in (x, *(rope or ())):
         maybe_mark_dynamic(tensor, 1)
-    if mask.ranges()[0] is not None:
-        maybe_mark_dynamic(mask.ranges()[0], 0)
+    for piece in mask.masks if isinstance(mask, PieceMasks) else (mask,):
+        if piece.ranges()[0] is not None:
+            maybe_mark_dynamic(piece.ranges()[0], 0)
 
 
 class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
@@ -140,6 +144,7 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         return_teacher: bool = False,
         return_entropy: bool = False,
         allowed: Tensor | None = None,
+        context_slice: ContextSlice | None = None,
         **ignored: Any,
     ) -> DecoderOutput:
         """Logits of a batch, or with labels its loss and log-probabilities; with a score head, its scores.
@@ -165,6 +170,9 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
                 positions with a target.
             return_teacher: the output holds `teacher`, which another model's `distillation` takes. Its weight is this
                 model's own: FSDP2 must not free it after this pass.
+            context_slice: the tokens of each row that are computed here; all other arguments are those of whole rows, a
+                teacher alone has a row for each token of the slice. log_probs, entropy and divergence have 0 for other
+                tokens, logits are of the slice, loss is its share: the shares of all slices add up to the row's.
         Returns:
             `DecoderOutput`; log_probs[b, t] = log p(target at t), 0 where ignored; loss = −Σ / num_items, plus the
             router's load-balancing loss where `output_router_logits` asks for it. With `labels` or `num_items_in_batch`
@@ -186,16 +194,26 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
                 return_teacher=return_teacher,
                 return_entropy=return_entropy,
                 allowed=allowed is not None,
+                context_slice=context_slice is not None,
             )
         past = past_key_values if past_key_values is not None else cache
         if past is None and use_cache:
             past = Cache(self.decoder_config)
+        balances = self.decoder_config.output_router_logits if output_router_logits is None else output_router_logits
         inputs = read_inputs(input_ids, inputs_embeds, attention_mask, position_ids, cu_seq_lens_q, past)
+        targets = shift_labels if shift_labels is not None else shifted(labels, inputs.documents)
+        items = num_items_in_batch
+        if context_slice is not None:
+            _refuse_in_slices(past_key_values=past, logits_to_keep=logits_to_keep, output_router_logits=balances)
+            inputs = inputs.sliced(context_slice)
+            if targets is not None:  # counted in the whole row
+                items = (targets != -100).sum().clamp(min=1) if items is None else items
+                targets = context_slice.cut(targets)
+            allowed = None if allowed is None else context_slice.cut(allowed)
         hidden, router_logits = self.model(inputs, past)
         if past is not None:
             past.advance(inputs.length)
 
-        targets = shift_labels if shift_labels is not None else shifted(labels, inputs.documents)
         output: dict[str, Any] = {"past_key_values": past}
         if self.decoder_config.head is HeadKind.SCORE:
             output["scores"] = self.score(hidden, last_tokens(inputs, hidden.shape[0], cu_seq_lens_q))
@@ -206,24 +224,26 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
                 remedy="pass labels or shift_labels with it, and no teacher",
             )
         if return_teacher or distillation is not None:
-            self._distil(output, hidden, targets, temperature, num_items_in_batch, distillation, return_teacher)
+            summed = num_items_in_batch is not None
+            self._distil(output, hidden, targets, temperature, items, distillation, return_teacher, summed=summed)
         elif targets is not None:
             alone = shift_labels is not None and num_items_in_batch is None
             columns: dict[str, Any] = {"entropy": True} if return_entropy else {}
             if allowed is not None:
                 columns["allowed"] = allowed
-            loss, core = self._scored(hidden, targets, temperature, num_items_in_batch, columns, per_token=alone)
+            loss, core = self._scored(hidden, targets, temperature, items, columns, per_token=alone)
             output["log_probs"] = core.log_prob.view_as(targets).clone()  # FSDP2 hooks outputs, and not on views
             if core.entropy is not None:
                 output["entropy"] = core.entropy.view_as(targets).clone()
             output["loss"] = loss
+        if context_slice is not None:
+            output |= {name: context_slice.placed(output[name]) for name in _BY_TOKEN & output.keys()}
         if return_logits or (targets is None and return_logits is not False and not return_teacher):
             kept = (
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
             )
             output["logits"] = self.lm_head(hidden if isinstance(kept, int) else hidden[:, kept])
-        wanted = self.decoder_config.output_router_logits if output_router_logits is None else output_router_logits
-        if wanted and router_logits:
+        if balances and router_logits:
             counted = None if attention_mask is None else attention_mask[:, -inputs.length :].reshape(-1)
             self.add_router_loss(output, router_logits, counted)
         if not self._keep_hidden:
@@ -258,6 +278,8 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         num_items: Tensor | int | None,
         distillation: Distillation | None,
         as_teacher: bool,
+        *,
+        summed: bool,
     ) -> None:
         if not isinstance(self.lm_head, Head):
             raise InvalidInput(
@@ -271,16 +293,15 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
         if targets is None:
             raise InvalidInput("distillation without targets.", remedy="labels or shift_labels say where it counts")
         items = (targets != -100).sum().clamp(min=1) if num_items is None else num_items
-        whole = num_items is not None
         found = self.lm_head(
             hidden,
             targets,
             temperature=temperature,
-            loss=whole,
-            num_items=items if whole else None,
+            loss=summed,
+            num_items=items if summed else None,
             distillation=distillation,
         )
-        if whole:
+        if summed:
             output["loss"] = found
         else:
             output["divergence"] = cast(Tensor, found).view_as(targets).clone()  # as log_probs above
@@ -423,6 +444,15 @@ class Decoder(TrainerProtocol, GenerationMixin, nn.Module):
             raise InvalidInput(
                 f"forward() has no argument {unknown[0]!r}.",
                 remedy="drop it; a column of the data set that the model does not read belongs in remove_columns",
+            )
+
+
+def _refuse_in_slices(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and (isinstance(value, Tensor) or value != 0):
+            raise InvalidInput(
+                f"forward({name}=…) with a context_slice of every row: it takes whole rows.",
+                remedy="drop it, or compute whole rows",
             )
 
 

@@ -1,19 +1,23 @@
 """From the arguments of a forward call to positions, documents and masks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from bestiary.kernels.attention import MaskSpec
-from bestiary.models.cache import Cache
+from bestiary.kernels.attention import MaskSpec, PieceMasks
+from bestiary.models.cache import Cache, KeyValues
 from bestiary.models.config import DecoderConfig, LayerType
+from bestiary.models.context import ContextSlice
 from bestiary.models.errors import InvalidInput
 
 
 @dataclass
 class Inputs:
-    """A checked batch. position_ids (B or 1, T); documents (B, T) or None; key_valid (B, past + T) or None."""
+    """A checked batch. position_ids (B or 1, T); documents (B, T) or None; key_valid (B, past + T) or None.
+
+    Under a `context` input_ids, embeds, position_ids and length are those of its slice, the others of the whole row.
+    """
 
     input_ids: Tensor | None
     embeds: Tensor | None
@@ -21,8 +25,34 @@ class Inputs:
     documents: Tensor | None
     key_valid: Tensor | None
     length: int
+    context: ContextSlice | None = None
 
-    def masks(self, config: DecoderConfig, cache: Cache | None) -> dict[LayerType, MaskSpec]:
+    def sliced(self, context: ContextSlice) -> "Inputs":
+        """The same batch, of whose rows a slice is computed.
+
+        Raises:
+            InvalidInput: the slice is of rows of another length.
+        """
+        if context.length != self.length:
+            raise InvalidInput(
+                f"context_slice is of {context.length} tokens, and the rows have {self.length}.",
+                remedy="the whole rows, and a slice of their length",
+            )
+        cut = context.cut
+        return replace(
+            self,
+            input_ids=None if self.input_ids is None else cut(self.input_ids),
+            embeds=None if self.embeds is None else cut(self.embeds),
+            position_ids=cut(self.position_ids),
+            length=context.own,
+            context=context,
+        )
+
+    def elsewhere(self, cache: Cache | None) -> KeyValues | None:
+        """Where layers find the keys and values that they do not compute themselves."""
+        return self.context if cache is None else cache
+
+    def masks(self, config: DecoderConfig, cache: Cache | None) -> dict[LayerType, MaskSpec | PieceMasks]:
         """One mask a layer type, built once a forward pass.
 
         Raises:
@@ -34,25 +64,50 @@ class Inputs:
                 "computed, so their keys cannot be kept.",
                 remedy="use_cache=False, and give the whole text at once",
             )
-        masks: dict[LayerType, MaskSpec] = {}
+        masks: dict[LayerType, MaskSpec | PieceMasks] = {}
         plain = not config.attention.sinks and config.attention.logit_softcap is None
         for index, layer_type in enumerate(config.layer_types):
             if layer_type in masks:
                 continue
+            window = config.window(index)
+            if self.context is not None:
+                pieces = [self._piece(*piece, window, config.attention.causal) for piece in self.context.pieces]
+                masks[layer_type] = PieceMasks(tuple(pieces))
+                for piece in pieces:
+                    piece.prepare(self.position_ids.device, plain=plain)
+                continue
             past = 0 if cache is None else len(cache)
             first_key = 0 if cache is None else past - cache.kept(index)
-            masks[layer_type] = MaskSpec(
+            mask = MaskSpec(
                 q_len=self.length,
                 kv_len=past - first_key + self.length,
                 q_offset=past,
                 kv_offset=first_key,
-                window=config.window(index),
+                window=window,
                 documents=self.documents,
                 key_valid=None if self.key_valid is None else self.key_valid[:, first_key:],
                 causal=config.attention.causal,
             )
-            masks[layer_type].prepare(self.position_ids.device, plain=plain)
+            mask.prepare(self.position_ids.device, plain=plain)
+            masks[layer_type] = mask
         return masks
+
+    def _piece(self, start: int, end: int, window: int | None, causal: bool) -> MaskSpec:
+        """What the tokens start..end of the row see of it: of the keys, those that one of them can see at all."""
+        assert self.context is not None
+        first, last = 0, end if causal else self.context.length
+        if causal and window is not None:
+            first = max(start - window + 1, 0)
+        return MaskSpec(
+            q_len=end - start,
+            kv_len=last - first,
+            q_offset=start,
+            kv_offset=first,
+            window=window,
+            documents=None if self.documents is None else self.documents[:, first:last],
+            key_valid=None if self.key_valid is None else self.key_valid[:, first:last],
+            causal=causal,
+        )
 
 
 def read_inputs(

@@ -4,9 +4,9 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from bestiary.kernels.attention import MaskSpec, attention
+from bestiary.kernels.attention import MaskSpec, PieceMasks, attention
 from bestiary.kernels.rope import apply_rope
-from bestiary.models.cache import Cache
+from bestiary.models.cache import KeyValues
 from bestiary.models.config import MLA, DecoderConfig, QKNormSpan, RopeLayout
 from bestiary.models.layers.linear import Linear
 from bestiary.models.layers.norm import RMSNorm
@@ -46,14 +46,18 @@ class SelfAttention(nn.Module):
             self.k_norm = RMSNorm(kv_size if full else heads.head_dim, config.norm)
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: MaskSpec, cache: Cache | None = None
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        mask: MaskSpec | PieceMasks,
+        cache: KeyValues | None = None,
     ) -> Tensor:
         """(B, T, H) → (B, T, H).
 
         Args:
             rope: cos, sin (B or 1, T, rotary_dim / 2), or None for a layer without RoPE.
             mask: what each query sees of the keys, those of the cache included.
-            cache: keys and values of earlier tokens; this call appends its own.
+            cache: keys and values of earlier tokens, or of the row's other slices; this call appends its own.
         """
         q, k, v = self._projected(x, rope)
         if cache is not None:

@@ -11,8 +11,8 @@ from typing import cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bestiary.kernels.attention import MaskSpec
-from bestiary.models.cache import Cache
+from bestiary.kernels.attention import MaskSpec, PieceMasks
+from bestiary.models.cache import KeyValues
 from bestiary.models.config import DecoderConfig, NormPlacement
 from bestiary.models.layers.attention import SelfAttention
 from bestiary.models.layers.mla import LatentAttention
@@ -52,8 +52,8 @@ class Block(nn.Module):
         self,
         x: Tensor,
         rope: tuple[Tensor, Tensor] | None,
-        mask: MaskSpec,
-        cache: Cache | None = None,
+        mask: MaskSpec | PieceMasks,
+        cache: KeyValues | None = None,
         recomputed: Part | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T, H) → (B, T, H) and the router logits (B·T, E) of a routed layer.
@@ -71,7 +71,11 @@ class Block(nn.Module):
         return self._fed(x, taken)
 
     def _attended(
-        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: MaskSpec, cache: Cache | None
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        mask: MaskSpec | PieceMasks,
+        cache: KeyValues | None,
     ) -> tuple[Tensor, Tensor | None]:
         """The first half; also what it took, where the second takes the same."""
         taken = self._before_attention(x)

@@ -29,12 +29,13 @@ def test_any_length_around_a_block(tokens: int, window: int | None) -> None:
 
 @torch.no_grad()
 def test_more_keys_than_queries() -> None:
-    """A chunk behind a cache: queries are the last tokens, and neither length fills a block."""
+    """A chunk behind a cache, or the last tokens of a packed row; neither length fills a block."""
     for new, total in ((1, 129), (5, 137), (128, 300)):
         q, k, v = normal(1, 2, new, 8), normal(1, 2, total, 8, seed=1), normal(1, 2, total, 8, seed=2)
-        spec = MaskSpec(new, total, q_offset=total - new, window=130)
-        results = []
-        for implementation in ("flex", "eager"):
-            with force(attention=implementation):
-                results.append(attention(q, k, v, spec, scale=0.3))
-        torch.testing.assert_close(*results, rtol=1e-12, atol=1e-13)
+        for documents in (None, torch.arange(total)[None] // 90):
+            spec = MaskSpec(new, total, q_offset=total - new, window=130, documents=documents)
+            results = []
+            for implementation in ("flex", "eager"):
+                with force(attention=implementation):
+                    results.append(attention(q, k, v, spec, scale=0.3))
+            torch.testing.assert_close(*results, rtol=1e-12, atol=1e-13)
