@@ -179,10 +179,17 @@ class PrecisionSection(Section):
 
 
 class ParallelSection(Section):
-    """How processes share the work; `shard: -1` takes all that the others leave. One process needs none of it."""
+    """How processes share the work; `shard: -1` takes all that the others leave. One process needs none of it.
+
+    Attributes:
+        replicate: copies of the model.   shard: of parameters, gradients and states.
+        context: of the tokens of each row, for long `data.pack_length`; its processes are shards too.
+        tensor: of every product.   expert: of the experts.
+    """
 
     replicate: Count = 1
     shard: Annotated[int, Field(ge=-1)] = -1
+    context: Count = 1
     tensor: Count = 1
     expert: Count = 1
 
@@ -314,7 +321,27 @@ class RunConfig(CommonConfig):
             raise ValueError("neither loop.steps nor data.epochs is given: the run would have no end")
         if self.rollouts is not None:
             self._check_rollouts(self.rollouts)
+        self._check_context(self.parallel.context)
         return self
+
+    def _check_context(self, ranks: int) -> None:
+        if ranks == 1:
+            return
+        if self.recipe == "reward":
+            raise ValueError(
+                f"parallel.context = {ranks} with the recipe reward: a score is read off the last token of a whole "
+                "document; parallel.context = 1, and the processes to parallel.shard"
+            )
+        if self.rollouts is not None:
+            raise ValueError(
+                f"parallel.context = {ranks} with rollouts: answers are sampled from whole prompts; "
+                "parallel.context = 1, and the processes to parallel.shard"
+            )
+        if self.data.pack_length < 2 * ranks:
+            raise ValueError(
+                f"parallel.context = {ranks} with data.pack_length = {self.data.pack_length}: each process takes two "
+                "pieces of a row; longer rows, or fewer processes"
+            )
 
     def _check_rollouts(self, rollouts: RolloutSection) -> None:
         if self.recipe != "distill":

@@ -6,8 +6,10 @@
                     checkpointing repeats the states between, and once the most that is repeated together
     working         gradients of one block's activations, or the head's chunk of logits and its gradients in fp32
 
-One document fills a pack and every position has a label. The most that torch allocates lies within a factor of 1.5 of
-the sum (small models on a CPU: 0.75 to 1.4); a process holds more, for its allocator and its libraries.
+Where processes share each row, activations are those of a slice, beside the keys and values of the whole row, which
+each of them gathers. One document fills a pack and every position has a label. The most that torch allocates lies
+within a factor of 1.5 of the sum (small models on a CPU: 0.75 to 1.4); a process holds more, for its allocator and its
+libraries.
 """
 
 from __future__ import annotations
@@ -108,7 +110,9 @@ def estimate(config: CommonConfig, *, processes: int | None = None) -> Estimate:
     compute = dtype if config.precision.compute is None else getattr(torch, config.precision.compute)
     world = processes or int(os.environ.get("WORLD_SIZE", "1"))
     parallel = config.parallel
-    shards = parallel.shard if parallel.shard > 0 else max(world // (parallel.replicate * parallel.tensor), 1)
+    shards = max(world // (parallel.replicate * parallel.tensor), 1)
+    if parallel.shard > 0:
+        shards = parallel.shard * parallel.context * parallel.expert
     asked = [_read(src, None) for src in config.beside]
     return estimate_step(
         decoder,
@@ -118,6 +122,7 @@ def estimate(config: CommonConfig, *, processes: int | None = None) -> Estimate:
         compute=compute,
         optimiser=config.optim.name,
         shards=shards * parallel.tensor,
+        context=parallel.context,
         labels=1 if config.recipe == "reward" else None,
         beside=asked,
     )
@@ -133,6 +138,7 @@ def estimate_step(
     optimiser: str = "adamw",
     trainable: Trainable | None = None,
     shards: int = 1,
+    context: int = 1,
     labels: int | None = None,
     beside: list[tuple[DecoderConfig, torch.dtype]] | None = None,
 ) -> Estimate:
@@ -144,7 +150,7 @@ def estimate_step(
         dtype: of parameters, gradients and optimiser states.   compute: of activations; None: `dtype`.
         optimiser: adamw, adamw8bit, muon or sgd.
         trainable, labels: as for `StepFlops`.
-        shards: devices that share parameters, gradients and optimiser states.
+        shards: devices that share parameters, gradients and optimiser states.   context: that share each row.
         beside: config and dtype of frozen models that are asked at every step.
     """
     if trainable is None:
@@ -155,13 +161,13 @@ def estimate_step(
     parameters = sum(shape.numel() for shape in sizes.values()) * dtype.itemsize
     gradients = sum(shape.numel() for shape in trained.values()) * dtype.itemsize
     states = sum(_states(name, shape, optimiser, dtype) for name, shape in trained.items())
-    blocks = range(config.num_hidden_layers)
-    kept, again = zip(*(_kept(config, index, _part(config, index)) for index in blocks), strict=True)
-    light, once = zip(*(_kept(config, index, Part.FULL) for index in blocks), strict=True)
-    activations = tokens * (sum(kept) + max(again)) * compute.itemsize
-    least = tokens * (sum(light) + max(once)) * compute.itemsize
+    blocks, own = range(config.num_hidden_layers), -(-tokens // context)
+    kept, again = zip(*(_kept(config, index, _part(config, index), tokens, own) for index in blocks), strict=True)
+    light, once = zip(*(_kept(config, index, Part.FULL, tokens, own) for index in blocks), strict=True)
+    activations = (sum(kept) + max(again)) * compute.itemsize
+    least = (sum(light) + max(once)) * compute.itemsize
     head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    working = _working(config, tokens, compute, head=labels is None, head_trains=trainable(head))
+    working = _working(config, tokens, own, compute, head=labels is None, head_trains=trainable(head))
     flops = [StepFlops(config, trainable=trainable, labels=labels)]
     flops += [StepFlops(other, backward=False) for other, _ in beside or []]
     one = [each.totals([tokens], 1 if each.scores_documents else tokens) for each in flops]
@@ -190,18 +196,29 @@ def _part(config: DecoderConfig, index: int) -> Part | None:
     return None if config.checkpointing is None else config.checkpointing.of(index)
 
 
-def _kept(config: DecoderConfig, index: int, part: Part | None) -> tuple[int, int]:
-    """Elements of a token that block `index` keeps for the backward pass, and those that it computes again at once."""
-    hidden, heads = config.hidden_size, config.attention
-    attention, mlp = _saved(config, index)
+def _kept(config: DecoderConfig, index: int, part: Part | None, tokens: int, own: int) -> tuple[int, int]:
+    """Elements that block `index` keeps for the backward pass, and those that it computes again at once.
+
+    Args:
+        tokens: of a row.   own: of them on this device, which gathers the keys and values of the others.
+    """
+    heads, hidden = config.attention, own * config.hidden_size
+    attention, mlp = (own * size for size in _saved(config, index))
+    attention += (tokens - own) * _keys_and_values(config)
     found: dict[Part | None, tuple[int, int]] = {
         None: (attention + mlp, 0),
         Part.FULL: (hidden, attention + mlp),
-        Part.SELECTIVE: (2 * hidden + heads.num_heads * heads.v_head_dim, max(attention, mlp)),
+        Part.SELECTIVE: (2 * hidden + own * heads.num_heads * heads.v_head_dim, max(attention, mlp)),
         Part.ATTENTION: (hidden + mlp, attention),
         Part.MLP: (attention + hidden, mlp),
     }
     return found[part]
+
+
+def _keys_and_values(config: DecoderConfig) -> int:
+    """Elements of a token's keys and values in one block, as attention reads them."""
+    heads = config.attention
+    return heads.num_kv_heads * (heads.head_dim + heads.v_head_dim)
 
 
 def _saved(config: DecoderConfig, index: int) -> tuple[int, int]:
@@ -230,15 +247,19 @@ def _inner(config: DecoderConfig, index: int, *, saved: bool) -> int:
     return inner + shared + 3 * moe.num_experts
 
 
-def _working(config: DecoderConfig, tokens: int, compute: torch.dtype, *, head: bool, head_trains: bool) -> int:
+def _working(
+    config: DecoderConfig, tokens: int, own: int, compute: torch.dtype, *, head: bool, head_trains: bool
+) -> int:
     """Bytes that live for a moment: a block's gradients, or the head's logits and gradients."""
     widest = max(_inner(config, index, saved=False) for index in range(config.num_hidden_layers))
-    block = tokens * (widest + 3 * config.hidden_size) * compute.itemsize
+    block = own * (widest + 3 * config.hidden_size) * compute.itemsize
+    wide = at_least_fp32(compute)
+    if own < tokens:  # gradients of all keys and values: of a piece, of all pieces, as they are sent
+        block = max(block, 3 * tokens * _keys_and_values(config) * wide.itemsize)
     if not head:
         return block
-    wide = at_least_fp32(compute)
-    chunks = row_chunks(tokens, config.hidden_size, config.vocab_size, wide, held=1)
-    elements = (chunks[0].stop if chunks else 0) * config.padded_vocab_size + tokens * config.hidden_size
+    chunks = row_chunks(own, config.hidden_size, config.vocab_size, wide, held=1)
+    elements = (chunks[0].stop if chunks else 0) * config.padded_vocab_size + own * config.hidden_size
     elements += config.vocab_size * config.hidden_size * head_trains
     return max(block, elements * wide.itemsize)
 

@@ -17,6 +17,7 @@ from bestiary.models.layers.moe import Experts, MoEBlock
 from bestiary.training.errors import ParallelRefused
 from bestiary.training.parallel_gradients import clip_grad_norm
 from bestiary.training.parallel_mesh import (
+    CONTEXT,
     EXPERT,
     REPLICATE,
     SHARD,
@@ -73,7 +74,8 @@ def parallelize(
 
     Args:
         model: whole on every rank, or on meta: then nothing is allocated before `to_empty`.
-        mesh: from `build_mesh`. Ranks of one tensor group are given the same data, and seeds, others data of their own.
+        mesh: from `build_mesh`. Ranks of one tensor group are given the same data, and seeds, others data of their own;
+            those of one context group the same rows, and slices of them (`parallel_context.Context`).
         plan: what a module becomes under tensor and expert parallelism; None: `plan_of(model)`.
         precision: None: everything in the parameters' dtype.
         reshard_after_forward: False keeps gathered blocks until their backward pass: more memory, fewer gathers.
@@ -137,9 +139,9 @@ def _shard(model: Decoder, mesh: DeviceMesh, precision: Precision, reshard: bool
         param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_forward_inputs=False
     )
     options: dict[str, Any] = {"mp_policy": policy, "ignored_params": _whole(model)}
-    everywhere, apart = _storage(mesh, SHARD, EXPERT), _storage(mesh, SHARD)
+    everywhere, apart = _storage(mesh, SHARD, CONTEXT, EXPERT), _storage(mesh, SHARD, CONTEXT)
     for block in model.model.layers:
-        place_of = _placement(block, size(mesh, SHARD))
+        place_of = _placement(block, size(mesh, SHARD, CONTEXT))
         if isinstance(block.mlp, MoEBlock) and size(mesh, EXPERT) > 1:  # each holds experts of its own
             experts = block.mlp.experts
             fully_shard(experts, mesh=apart, **options, shard_placement_fn=place_of, reshard_after_forward=reshard)

@@ -48,6 +48,17 @@ def scatter_rows(x: Tensor, group: Group, count: int) -> Tensor:
     return scattered
 
 
+def gather_heads(k: Tensor, v: Tensor, group: Group, places: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Keys and values (B, heads, own, d) of each rank's tokens → (B, heads, T, d) of all; gradients are summed.
+
+    Args:
+        places: (T,) int64, where each token of the row lies among the ranks · rows that are gathered.
+        rows: of each rank, the last ones padding.
+    """
+    gathered: tuple[Tensor, Tensor] = _GatherHeads.apply(k, v, group, places, rows)
+    return gathered
+
+
 def _summed(x: Tensor, group: Group) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=group)
@@ -132,3 +143,23 @@ class _ScatterRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return _gathered(gradients[0], ctx.group, ctx.rows), None, None
+
+
+class _GatherHeads(torch.autograd.Function):
+    """Keys and values travel together, tokens first."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, group: Group, places: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        ctx.group, ctx.count, ctx.rows, ctx.size = group, k.shape[2], rows, k.shape[3]
+        ctx.save_for_backward(places)
+        row = _gathered(torch.cat((k, v), -1).permute(2, 0, 1, 3), group, rows).index_select(0, places)
+        row = row.permute(1, 2, 0, 3)
+        return row[..., : ctx.size], row[..., ctx.size :]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        row = torch.cat(gradients, -1).permute(2, 0, 1, 3)
+        padded = row.new_zeros(dist.get_world_size(ctx.group) * ctx.rows, *row.shape[1:]).index_copy_(0, places, row)
+        own = _scattered(padded, ctx.group, ctx.count).permute(1, 2, 0, 3)
+        return own[..., : ctx.size], own[..., ctx.size :], None, None, None

@@ -11,24 +11,31 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bestiary.training.errors import ParallelRefused
 
-REPLICATE, SHARD, EXPERT, TENSOR = "replicate", "shard", "expert", "tensor"
-DIMS = (REPLICATE, SHARD, EXPERT, TENSOR)
+REPLICATE, SHARD, CONTEXT, EXPERT, TENSOR = "replicate", "shard", "context", "expert", "tensor"
+DIMS = (REPLICATE, SHARD, CONTEXT, EXPERT, TENSOR)
 DATA = (REPLICATE, SHARD, EXPERT)
 """Dimensions along which ranks take different data."""
 
 
 def build_mesh(
-    *, replicate: int = 1, shard: int = -1, tensor: int = 1, expert: int = 1, device_type: str = "cpu"
+    *,
+    replicate: int = 1,
+    shard: int = -1,
+    context: int = 1,
+    expert: int = 1,
+    tensor: int = 1,
+    device_type: str = "cpu",
 ) -> DeviceMesh:
     """A mesh over all processes; ranks of one `tensor` group are neighbours, then those of one `expert` group.
 
     Args:
         replicate: groups that hold the whole model each.   shard: ranks that split parameters for storage (FSDP2).
         tensor: ranks that split every product, on the same data.   expert: ranks that split the experts, on data of
-            their own; everything else is split for storage over `shard` and `expert` together.
+            their own.   context: ranks that split the tokens of each row. Parameters are split for storage over
+            `shard`, `context` and `expert` together, experts over the first two.
         shard: −1 takes all processes that the others leave.   device_type: "cpu" (gloo) or "cuda" (NCCL).
     Returns:
-        Dimensions "replicate", "shard", "expert", "tensor", in this order.
+        Dimensions "replicate", "shard", "context", "expert", "tensor", in this order.
     Raises:
         ParallelRefused: no process group, or sizes whose product is not the number of processes.
     """
@@ -37,17 +44,19 @@ def build_mesh(
             "build_mesh() in a process that has joined no group.",
             remedy="start with torchrun and call torch.distributed.init_process_group first",
         )
-    shape = mesh_shape(dist.get_world_size(), replicate=replicate, shard=shard, tensor=tensor, expert=expert)
-    return init_device_mesh(device_type, shape, mesh_dim_names=DIMS)
+    sizes = {"replicate": replicate, "shard": shard, "context": context, "expert": expert, "tensor": tensor}
+    return init_device_mesh(device_type, mesh_shape(dist.get_world_size(), **sizes), mesh_dim_names=DIMS)
 
 
-def mesh_shape(world: int, *, replicate: int, shard: int, tensor: int, expert: int) -> tuple[int, int, int, int]:
+def mesh_shape(
+    world: int, *, replicate: int, shard: int, context: int, expert: int, tensor: int
+) -> tuple[int, int, int, int, int]:
     """Sizes of the dimensions that `build_mesh` gives to `world` processes.
 
     Raises:
         ParallelRefused: their product is not `world`.
     """
-    asked = {"replicate": replicate, "tensor": tensor, "expert": expert}
+    asked = {"replicate": replicate, "tensor": tensor, "expert": expert, "context": context}
     sizes = " · ".join(f"{name} = {size}" for name, size in {**asked, "shard": shard}.items())
     for name, size in {**asked, "shard": shard}.items():
         if size < 1 and not (name == "shard" and size == -1):
@@ -58,9 +67,9 @@ def mesh_shape(world: int, *, replicate: int, shard: int, tensor: int, expert: i
         raise ParallelRefused(
             f"parallel: {sizes} does not fill {world} process(es)"
             + (f": {others} are not a divisor of it." if shard == -1 else f": the product is {others * shard}."),
-            remedy="start as many processes as the product of the four, or lower one of them",
+            remedy="start as many processes as the product of the five, or lower one of them",
         )
-    return replicate, left, expert, tensor
+    return replicate, left, context, expert, tensor
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
@@ -93,7 +102,7 @@ class DataParallel:
     """Ranks that take different data.
 
     Attributes:
-        rank, size: this one's place among them; ranks of one tensor group have the same.
+        rank, size: this one's place among them; ranks of one tensor or context group have the same.
         group: they, on gloo, for small values on the CPU that never queue behind gradients; None: there is one.
     """
 
@@ -114,7 +123,8 @@ def data_parallel(mesh: DeviceMesh) -> DataParallel:
     """The data-parallel ranks of `build_mesh`'s mesh. Every process calls it, at the same place: it makes groups."""
     check_mesh(mesh)
     many = size(mesh, *DATA)
-    groups = mesh.mesh.reshape(many, -1).t().tolist()  # one row for each place in a tensor group
+    order = [DIMS.index(dim) for dim in (*DATA, CONTEXT, TENSOR)]
+    groups = mesh.mesh.permute(order).reshape(many, -1).t().tolist()  # a row for each place among ranks of one datum
     own = next(row for row in groups if dist.get_rank() in row)
     if many == 1:
         return DataParallel(0, 1, None)

@@ -41,11 +41,13 @@ from bestiary.training.memory import PeakMemory
 from bestiary.training.metrics import Throughput
 from bestiary.training.optim import Optimisers
 from bestiary.training.parallel import DataParallel, Precision, build_mesh, clip_grad_norm, data_parallel, parallelize
-from bestiary.training.parallel_mesh import mesh_shape
+from bestiary.training.parallel_context import Context
+from bestiary.training.parallel_mesh import CONTEXT, mesh_shape
 from bestiary.training.peaks import device_peak
 from bestiary.training.processes import Processes, processes
 from bestiary.training.recipes.base import Recipe
 from bestiary.training.recipes.build import build, wanted_of
+from bestiary.training.recipes.context import InContext
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.loader import RolloutLoader
 from bestiary.training.rl.rollout import RolloutEngine, Sampling
@@ -131,6 +133,7 @@ def prepare(
     mesh = build_mesh(
         replicate=parallel.replicate,
         shard=parallel.shard,
+        context=parallel.context,
         tensor=parallel.tensor,
         expert=parallel.expert,
         device_type=here.device.type,
@@ -140,6 +143,10 @@ def prepare(
     model = load_model(config, here, mesh)
     tokenizer = load_tokenizer(config, model)
     recipe, others = build(config, lambda src: load_other(config, src, here, mesh))
+    context = Context.of(mesh)
+    if context is not None:
+        check_sliced(context.size, model, *others)
+        recipe = InContext(recipe, context)
     wanted = wanted_of(config)
     plan = config.data.plan(tokenizer, wanted)
     check_data(config.data, recipe, data.size, answered=config.rollouts is not None)
@@ -173,7 +180,8 @@ def prepare(
         export=_exporter(config, tokenizer) if config.checkpoint.export else None,
         seed=config.loop.seed,
     )
-    seed_all(config.loop.seed, 0, data.rank)
+    place = data.rank if context is None else data.rank * context.size + context.rank
+    seed_all(config.loop.seed, 0, place)
     held_out, evaluation = config.evaluation_data(), config.loop.evaluation
     if held_out is not None:
         check_data(held_out, recipe, 1, place="loop.evaluation")  # never on rollouts: it compares steps
@@ -282,6 +290,22 @@ def answering(
     )
 
 
+def check_sliced(ranks: int, *models: Decoder) -> None:
+    """Refuse models that cannot be computed in slices of rows by `ranks` processes.
+
+    Raises:
+        InvalidRun.
+    """
+    for model in models:
+        if model.decoder_config.output_router_logits:
+            raise InvalidRun(
+                f"parallel.context = {ranks} with output_router_logits = true in the model's config: the router's loss "
+                "is a product of means over whole rows.",
+                remedy="output_router_logits = false in its config.json, or parallel.context = 1 and the processes to "
+                "parallel.shard",
+            )
+
+
 def check_data(data: DataConfig, recipe: Recipe, ranks: int, *, answered: bool = False, place: str = "data") -> None:
     """Refuse sources that the recipe does not train on, and streams that `ranks` processes cannot share.
 
@@ -307,7 +331,7 @@ def check_processes(config: RunConfig, processes: int) -> None:
     Raises:
         InvalidRun, ParallelRefused.
     """
-    replicate, shard, expert, _ = mesh_shape(processes, **config.parallel.model_dump())
+    replicate, shard, _, expert, _ = mesh_shape(processes, **config.parallel.model_dump())
     _check_streams(config.data, replicate * shard * expert)
 
 
@@ -397,6 +421,8 @@ def bound_to(
     section = config.model_dump(mode="json")
     # States of eight bits are each process's own, in blocks of what it holds.
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    if sizes[CONTEXT] == 1:
+        del sizes[CONTEXT]  # as in checkpoints of before it was a dimension
     return {
         **({"mesh": sizes} if config.optim.name == "adamw8bit" else {}),
         "recipe": config.recipe,

@@ -28,11 +28,12 @@ LOADS = {  # by family: each mesh of four once
 }
 LORA = LoRAConfig(r=4, alpha=8, targets=("*_proj*",))
 CASES = tuple(
-    Case(family, mesh, lora=mesh.startswith("tensor"))
+    Case(family, mesh, lora="tensor" in mesh)
     for family, meshes in {
         "qwen3": ("tensor and sharded", "replicated and sharded", "tensor and replicated"),
-        "qwen3_moe": ("tensor and expert", "expert and sharded"),
-        "gpt_oss": ("tensor and expert", "expert and sharded", "tensor and sharded"),
+        "gemma3": ("context and sharded",),
+        "qwen3_moe": ("tensor and expert", "expert and sharded", "context and expert"),
+        "gpt_oss": ("tensor and expert", "expert and sharded", "tensor and sharded", "context and tensor"),
     }.items()
     for mesh in meshes
 )

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from bestiary.models import Decoder, LoRAConfig
 from bestiary.models.config import MLA, QKNorm, QKNormSpan, Router, RouterKind, SharedExpert
+from bestiary.models.context import ContextSlice
 from bestiary.models.recomputation import Checkpointing, Part
 from bestiary.models.sharding import whole
 from bestiary.training.checkpoint_reader import ResumePointReader
@@ -23,6 +24,7 @@ from bestiary.training.errors import ParallelRefused
 from bestiary.training.optim import Optimisers
 from bestiary.training.optim_8bit import AdamW8bit
 from bestiary.training.parallel import build_mesh, clip_grad_norm, data_parallel, parallelize
+from bestiary.training.parallel_context import Context
 from tests.models.tiny import tiny, tiny_config, tokens
 
 WORLD, ROWS, LENGTH, BOUND = 2, 4, 13, 0.05
@@ -57,12 +59,16 @@ MESHES: dict[str, dict[str, int]] = {
     "replicated": {"replicate": 2, "shard": 1},
     "tensor": {"tensor": 2},
     "expert": {"expert": 2},
+    "context": {"context": 2},
     # of four processes
     "replicated and sharded": {"replicate": 2, "shard": 2},
     "tensor and sharded": {"tensor": 2, "shard": 2},
     "tensor and replicated": {"tensor": 2, "replicate": 2, "shard": 1},
     "tensor and expert": {"tensor": 2, "expert": 2},
     "expert and sharded": {"expert": 2, "shard": 2},
+    "context and sharded": {"context": 2, "shard": 2},
+    "context and tensor": {"context": 2, "tensor": 2},
+    "context and expert": {"context": 2, "expert": 2},
 }
 
 
@@ -104,7 +110,7 @@ class Case:
 
 CASES = tuple(
     Case(family, mesh, lora, tied)
-    for mesh in ("sharded", "replicated", "tensor", "expert")
+    for mesh in ("sharded", "replicated", "tensor", "expert", "context")
     for family in FAMILIES
     for lora, tied in ((False, True), (True, False), (False, False))
     if not (mesh == "expert" and family in ("qwen3", "gemma3"))
@@ -118,6 +124,10 @@ CASES += (
     Case("gpt_oss", "tensor", again=Part.SELECTIVE),
     Case("gpt_oss", "tensor", compiled=True),
     Case("qwen3_moe", "expert", lora=True, compiled=True),
+    Case("latent", "context"),
+    Case("gemma3", "context", again=Part.SELECTIVE),
+    Case("gpt_oss", "context", again=Part.FULL),
+    Case("gpt_oss", "context", compiled=True),
 )
 
 
@@ -137,9 +147,10 @@ def positions() -> Tensor:
     return rows
 
 
-def step(model: Decoder, rows: slice, scale: float) -> dict[str, Any]:
+def step(model: Decoder, rows: slice, scale: float, context: ContextSlice | None = None) -> dict[str, Any]:
     """Loss and log-probabilities of these rows of the batch, the gradients left in the model."""
-    out = model(IDS[rows], position_ids=positions()[rows], labels=IDS[rows], num_items_in_batch=1)
+    given = {} if context is None else {"context_slice": context}
+    out = model(IDS[rows], position_ids=positions()[rows], labels=IDS[rows], num_items_in_batch=1, **given)
     (out.loss * scale).backward()
     return {"loss": out.loss.detach().clone()}
 
@@ -171,7 +182,12 @@ def result(case: Case) -> dict[str, Any]:
     model = parallelize(case.model(), mesh)
     share = ROWS // data.size
     rows = slice(data.rank * share, (data.rank + 1) * share)
-    found = step(model, rows, data.size / units())
+    context = Context.of(mesh)
+    if context is None:
+        found = step(model, rows, data.size / units())
+    else:
+        found = step(model, rows, data.size * context.size / units(), context.slice_of(LENGTH, IDS.device))
+        found["loss"] = context.total(found["loss"])
     if data.group is not None:
         dist.all_reduce(found["loss"], group=data.group)
     found["gradients"] = gradients(model)

@@ -29,7 +29,9 @@ from bestiary.training.data.packing import Pack
 from bestiary.training.data.tokens import TeacherWords
 from bestiary.training.loop import Trainer
 from bestiary.training.parallel import DataParallel, build_mesh, clip_grad_norm, data_parallel, parallelize
-from bestiary.training.recipes.base import Batch, Recipe
+from bestiary.training.parallel_context import Context
+from bestiary.training.recipes.base import Batch, Recipe, Sliceable
+from bestiary.training.recipes.context import InContext
 from bestiary.training.recipes.distill import Distill
 from bestiary.training.recipes.dpo import DPO
 from bestiary.training.recipes.kto import KTO
@@ -44,7 +46,12 @@ from .recipes_case import Group, masked, pack, pairs, singles
 WORLD, LAYERS, VOCAB, WINDOW = 2, 2, 206, 5  # a window narrower than the shortest document
 ANCHORS = ("qwen3", "gemma3_text", "qwen3_moe", "gpt_oss")
 FAMILIES = tuple(registered_bridges()) if os.environ.get("BESTIARY_EVERY_FAMILY") else ANCHORS
-MESHES: dict[str, dict[str, int]] = {"sharded": {"shard": 2}, "tensor": {"tensor": 2}, "expert": {"expert": 2}}
+MESHES: dict[str, dict[str, int]] = {
+    "sharded": {"shard": 2},
+    "tensor": {"tensor": 2},
+    "expert": {"expert": 2},
+    "context": {"context": 2},
+}
 ADAPTERS = LoRAConfig(r=2, alpha=4.0, targets=("*_proj*",))
 POLICIES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -192,15 +199,22 @@ class Given:
 
 
 def step(models: Models, trial: Trial, count: int, control: Control, data: DataParallel, **more: Any) -> Step:
-    """One step of a trial over `count` packs, of which this process takes its share."""
+    """One step of a trial over `count` packs, of which this process takes its share; `more` as for `step_over`."""
     return step_over(models, trial, packs(trial.groups, count)[data.rank :: data.size], control, data, **more)
 
 
 def step_over(
-    models: Models, trial: Trial, own: Sequence[Pack], control: Control, data: DataParallel, **more: Any
+    models: Models,
+    trial: Trial,
+    own: Sequence[Pack],
+    control: Control,
+    data: DataParallel,
+    context: Context | None = None,
+    **more: Any,
 ) -> Step:
-    """One step over these packs of this process."""
+    """One step over these packs of this process, or over slices of their rows."""
     found, model, recipe = Step(), models.policy(trial.policy), trial.make(models.other, models.stored)
+    recipe = recipe if context is None else InContext(recipe, context)
     trainer = Trainer(
         model=model,
         recipe=recipe,
@@ -223,9 +237,10 @@ def step_over(
 
 def on_mesh(family: str, mesh: DeviceMesh, control: Control, data: DataParallel) -> Iterator[tuple[str, Step]]:
     """Every trial of a family on a mesh, with two micro-batches for each rank."""
-    models = Models(family, partial(parallelize, mesh=mesh))
+    models, context = Models(family, partial(parallelize, mesh=mesh)), Context.of(mesh)
     for name, trial in TRIALS.items():
-        yield name, step(models, trial, 2 * data.size, control, data, clip=clip_grad_norm)
+        if context is None or isinstance(trial.make(models.other, models.stored), Sliceable):
+            yield name, step(models, trial, 2 * data.size, control, data, context=context, clip=clip_grad_norm)
 
 
 def run(rank: int, store: Path, seen: Callable[[str, str, str, Step], None]) -> None:

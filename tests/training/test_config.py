@@ -63,6 +63,20 @@ def test_a_wrong_key_or_value_is_named(tmp_path, change, said):
         load_run_config(written(tmp_path), changes, recipe="sft")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "change", "said"),
+    [
+        ("reward", "data.pack_length=64", r"parallel\.context = 5 with the recipe reward"),
+        ("distill", "rollouts.max_tokens=8", r"parallel\.context = 5 with rollouts"),
+        ("sft", "data.pack_length=9", r"parallel\.context = 5 with data\.pack_length = 9"),
+    ],
+)
+def test_what_takes_whole_rows_is_refused_where_processes_share_them(tmp_path, recipe, change, said):
+    changes = [f"recipe={recipe}", "loss.teacher=x", "parallel.context=5", change]
+    with pytest.raises(InvalidRun, match=said):
+        load_run_config(written(tmp_path), changes)
+
+
 def test_checkpointing_reaches_the_model_as_it_is_written(tmp_path):
     changes = ["model.checkpointing=mlp", "model.checkpoint_every=2", "model.checkpoint_first=5"]
     model = load_run_config(written(tmp_path), changes).model

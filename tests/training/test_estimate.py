@@ -9,6 +9,7 @@ import torch
 
 from bestiary.models import Decoder, DecoderConfig, LoRAConfig
 from bestiary.models.config import Attention, MoE, Norm, QKNorm, Rope, Router, RouterKind
+from bestiary.models.context import ContextSlice
 from bestiary.models.recomputation import Checkpointing, Part
 from bestiary.tools.bench.recompute import peak_of_a_step
 from bestiary.training.config import OptimSection, RunConfig
@@ -47,6 +48,22 @@ def test_the_estimate_is_near_the_measured_peak(changes: dict[str, Any]) -> None
     config = CONFIG.with_(**changes)
     measured, wanted = peak_of_a_step(config, 512), estimate_step(config, tokens=512, dtype=torch.float32).total
     assert wanted / FACTOR < measured < wanted * FACTOR
+
+
+def repeated(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of four slices that are alike."""
+    return k.repeat(1, 1, 4, 1), v.repeat(1, 1, 4, 1)
+
+
+def test_the_estimate_of_a_slice_is_near_the_measured_peak() -> None:
+    """The second of four slices of a row that is long beside the model."""
+    context = ContextSlice(TOKENS, ((512, 1024), (3072, 3584)), repeated)
+    measured = peak_of_a_step(CONFIG, TOKENS, context=context)
+    wanted = estimate_step(CONFIG, tokens=TOKENS, dtype=torch.float32, context=4)
+    assert wanted.total / FACTOR < measured < wanted.total * FACTOR
+    whole = estimate_step(CONFIG, tokens=TOKENS, dtype=torch.float32)
+    assert wanted.activations < whole.activations / 2
+    assert (wanted.parameters, wanted.flops) == (whole.parameters, whole.flops)
 
 
 def test_parameters_gradients_and_states_are_those_of_the_model() -> None:
@@ -118,5 +135,8 @@ def test_a_run_is_estimated_without_its_weights(tmp_path: Path) -> None:
     assert full.tokens == 512
     assert full.gradients == full.parameters
     assert 0 < adapted.gradients < full.gradients / 4
+    shared = estimate(RunConfig.model_validate(run | {"parallel": {"context": 2}}), processes=2)
+    assert shared.parameters == full.parameters // 2
+    assert shared.activations < 0.8 * full.activations
     assert f"{full.total / 2**30:.2f} GiB" in full.words()
     assert json.loads(json.dumps(full.as_json()))["bytes"]["total"] == full.total

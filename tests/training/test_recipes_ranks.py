@@ -51,7 +51,7 @@ def difference(ours: Step, expected: Step) -> str | None:
 
 
 def test_two_processes_step_as_one(tmp_path: Path) -> None:
-    """FSDP2, tensor and expert parallel; rank 0 is this process. Each with unequal micro-batches."""
+    """FSDP2, tensor, expert and context parallel; rank 0 is this process. Each with unequal micro-batches."""
     command = python(OTHER, tmp_path / "store")
     wrong: list[str] = []
     compared = 0

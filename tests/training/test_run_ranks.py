@@ -58,13 +58,14 @@ def curve(out, name="loss"):
 
 
 def test_two_processes_then_one_then_two_train_as_one_does(place, tmp_path):
-    """In float64: the world size changes at every resume, one process is killed on the way, the curve stays."""
+    """In float64: two share each row until one is killed, one goes on, then two have rows of their own; one curve."""
     exact = ["precision.parameters=float64", "loop.timeout_s=60"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     config = [*exact, f"out={whole}"]
     run(load_run_config(place / "run.json", config, recipe="sft"))
 
-    processes = start(place / "run.json", parts, *exact, "loop.callbacks=[tests.training.test_run:Slow]")
+    slow = "loop.callbacks=[tests.training.test_run:Slow]"
+    processes = start(place / "run.json", parts, *exact, "parallel.context=2", slow)
     while len(saved_steps(parts / "checkpoints")) < 2 and all(process.poll() is None for process in processes):
         time.sleep(0.05)
     processes[1].send_signal(signal.SIGKILL)

@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bestiary.models import Decoder, DecoderConfig, Gemma3
+from bestiary.models.context import ContextSlice
 from bestiary.models.recomputation import Checkpointing, Part
 from bestiary.tools.arguments import Parser, at_least, write_json
 from bestiary.training.estimate import estimate_step
@@ -52,12 +53,18 @@ def ways(layers: int) -> dict[str, Checkpointing | None]:
     return found
 
 
-def peak_of_a_step(config: DecoderConfig, tokens: int, *, update: bool = True) -> int:
-    """The most bytes that torch held in a step in fp32, model included; with `update` AdamW and its states too."""
+def peak_of_a_step(
+    config: DecoderConfig, tokens: int, *, update: bool = True, context: ContextSlice | None = None
+) -> int:
+    """The most bytes that torch held in a step in fp32, model included; with `update` AdamW and its states too.
+
+    Args:
+        context: the slice of the row that is computed; None: all of it.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         model = Decoder(config, dtype=torch.float32).train()
         ids = torch.randint(config.vocab_size, (1, tokens))
-        model(ids, labels=ids).loss.backward()
+        model(ids, labels=ids, context_slice=context).loss.backward()
         if update:
             torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]).step()
     assert seen.profiler is not None

@@ -50,6 +50,17 @@ class Recipe(Protocol):
 
 
 @runtime_checkable
+class Sliceable(Protocol):
+    """A recipe that is exact where ranks of a context group have a slice of each row; batches then hold `context`.
+
+    `documents.model_inputs` hands it to the model, whose log-probabilities are then 0 for the tokens of other ranks;
+    `documents.token_sum` and `documents.document_sums` make sums of them that are those of the row.
+    """
+
+    slices: Literal[True]
+
+
+@runtime_checkable
 class Prepares(Protocol):
     """A recipe that looks at a whole step before its first micro-batch."""
 

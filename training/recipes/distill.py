@@ -21,7 +21,7 @@ from bestiary.training.data.samples import Kind
 from bestiary.training.data.tokens import IGNORED, NO_WORD, TeacherWords
 from bestiary.training.errors import InvalidRun
 from bestiary.training.recipes.base import Batch, LossSum
-from bestiary.training.recipes.documents import check_positive, frozen_pass, model_inputs, on, router_term
+from bestiary.training.recipes.documents import check_positive, frozen_pass, model_inputs, on, router_term, token_sum
 from bestiary.training.recipes.names import known
 
 _LOGITS = 2**24  # of the teacher at once, where its likeliest words are looked for
@@ -47,6 +47,7 @@ class Distill:
     unit: Literal["tokens", "sequences"] = "tokens"
     kinds: frozenset[Kind] = frozenset({"distillation", "chat", "completion", "text"})
     losses: ClassVar[tuple[str, ...]] = get_args(Divergence)
+    slices: Literal[True] = True
 
     def __init__(
         self,
@@ -99,21 +100,25 @@ class Distill:
         if self.teacher is model:
             raise InvalidRun("the teacher is the student itself.", remedy="another model in loss.teacher")
         given = model_inputs(batch, model, "shift_labels")
-        asked = Distillation(self._said(model, batch, given["shift_labels"]), self.kind, self.beta)
+        asked = Distillation(self._said(model, batch, given), self.kind, self.beta)
         found = model(**given, num_items_in_batch=1, temperature=self.temperature, distillation=asked)
-        return LossSum(found.loss + router_term(model, found, self.count(batch) - 1))
+        return token_sum(found.loss + router_term(model, found, self.count(batch) - 1), batch)
 
-    def _said(self, model: Decoder, batch: Batch, labels: Tensor) -> TeacherHead | TopK:
-        """What the teacher says, or said when it was asked."""
+    def _said(self, model: Decoder, batch: Batch, given: Batch) -> TeacherHead | TopK:
+        """What the teacher says, or said when it was asked, about the tokens that are computed here."""
+        labels, context = given["shift_labels"][0], given.get("context_slice")
         if self.teacher is None:
             dtype = at_least_fp32(next(model.parameters()).dtype)
             words, log_prob = on(batch["words"], labels.device).long(), on(batch["log_prob"], labels.device).to(dtype)
+            if context is not None:
+                words, log_prob = context.cut(words, 0), context.cut(log_prob, 0)
             return TopK(words, with_others(log_prob))
         with frozen_pass(self.teacher):
             said = self.teacher(**model_inputs(batch, self.teacher), return_teacher=True).teacher
             if self.top_k is None or not isinstance(said, TeacherHead):
                 return cast(TeacherHead, said)
-            return likeliest(said, self.top_k, self.temperature, labels.flatten() != IGNORED)
+            labels = labels if context is None else context.cut(labels, 0)
+            return likeliest(said, self.top_k, self.temperature, labels != IGNORED)
 
 
 def likeliest(teacher: TeacherHead, k: int, temperature: float, counted: torch.Tensor) -> TopK:

@@ -14,7 +14,7 @@ from bestiary.training.data.batch import batch
 from bestiary.training.data.packing import Pack
 from bestiary.training.data.tokens import IGNORED
 from bestiary.training.errors import InvalidRun
-from bestiary.training.recipes.base import Batch
+from bestiary.training.recipes.base import Batch, LossSum
 
 FORWARD = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -37,7 +37,10 @@ def model_inputs(found: Batch, model: nn.Module, *more: str) -> Batch:
     """The arguments of forward in a batch, and those named, on the model's device."""
     device = next(model.parameters()).device
     given = {name: found[name] for name in (*FORWARD, *more)}
-    return {name: on(value, device) if isinstance(value, Tensor) else value for name, value in given.items()}
+    given = {name: on(value, device) if isinstance(value, Tensor) else value for name, value in given.items()}
+    if "context" in found:
+        given["context_slice"] = found["context"].slice_of(found["input_ids"].shape[1], device)
+    return given
 
 
 def on(tensor: Tensor, device: torch.device) -> Tensor:
@@ -46,9 +49,19 @@ def on(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def document_sums(values: Tensor, found: Batch) -> Tensor:
-    """(1, T) → (documents,), padding left out."""
+    """(1, T) → (documents,), padding left out; over all ranks that share the row, and the same on each."""
     sums = values.new_zeros(int(found["documents"]) + 1)
-    return sums.index_add(0, on(found["document"], values.device), values[0])[:-1]
+    sums = sums.index_add(0, on(found["document"], values.device), values[0])[:-1]
+    return found["context"].total(sums) if "context" in found else sums
+
+
+def token_sum(total: Tensor, found: Batch, metrics: Mapping[str, Tensor] | None = None) -> LossSum:
+    """A sum over the tokens that were computed here, and figures of the same kind, as the loop takes them."""
+    given = metrics or {}
+    if "context" not in found:
+        return LossSum(total, given)
+    shares = found["context"].shares
+    return LossSum(shares(total), {name: shares(value) for name, value in given.items()})
 
 
 @contextmanager

@@ -43,6 +43,7 @@ class DPO:
     unit: Literal["tokens", "sequences"] = "sequences"
     kinds: frozenset[Kind] = frozenset({"preference"})
     losses: ClassVar[tuple[str, ...]] = tuple(PAIRED)
+    slices: Literal[True] = True
 
     def __init__(
         self, reference: Reference, loss: str = "sigmoid", beta: float = 0.1, label_smoothing: float | None = None

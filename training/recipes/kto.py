@@ -56,6 +56,7 @@ class KTO:
     unit: Literal["tokens", "sequences"] = "sequences"
     kinds: frozenset[Kind] = frozenset({"unpaired"})
     losses: ClassVar[tuple[str, ...]] = tuple(UNPAIRED)
+    slices: Literal[True] = True
 
     def __init__(
         self,
@@ -117,6 +118,7 @@ class KTO:
         for turn in range(-(-len(rows) // ranks)):
             place = turn * ranks + rank
             found = document_batch(packed(rows[place] if place < len(rows) else [], length))
+            found |= {name: batches[0][name] for name in {"context"} & batches[0].keys()}
             with frozen_pass(model):
                 log_probs = model(**model_inputs(found, model, "shift_labels")).log_probs
                 ratios = self.reference.ratios(model, log_probs, found)

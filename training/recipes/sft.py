@@ -10,7 +10,7 @@ from bestiary.training.data.packing import Pack
 from bestiary.training.data.samples import Kind
 from bestiary.training.losses import dft
 from bestiary.training.recipes.base import Batch, LossSum
-from bestiary.training.recipes.documents import model_inputs, router_term
+from bestiary.training.recipes.documents import model_inputs, router_term, token_sum
 from bestiary.training.recipes.names import known
 
 
@@ -29,6 +29,7 @@ class SFT:
     unit: Literal["tokens", "sequences"] = "tokens"
     kinds: frozenset[Kind] = frozenset({"chat", "completion", "text", "distillation", "events"})
     losses: ClassVar[tuple[str, ...]] = ("nll", "dft")
+    slices: Literal[True] = True
 
     def __init__(self, loss: str = "nll") -> None:
         self.loss_name = known(loss, self.losses, "loss.name")
@@ -46,8 +47,9 @@ class SFT:
         if self.loss_name == "nll":
             # Divided by one: with a divisor the loss alone has a graph, at three quarters of the cost.
             found = model(**model_inputs(batch, model, "labels"), num_items_in_batch=1)
-            return LossSum(found.loss + router_term(model, found, self.count(batch) - 1))  # it is in the loss once
+            more = router_term(model, found, self.count(batch) - 1)  # it is in the loss once
+            return token_sum(found.loss + more, batch)
         found = model(**model_inputs(batch, model, "shift_labels"))
         log_probs = found.log_probs
         nll = -log_probs.detach().sum()
-        return LossSum(dft(log_probs) + router_term(model, found, self.count(batch)), {"nll": nll})
+        return token_sum(dft(log_probs) + router_term(model, found, self.count(batch)), batch, {"nll": nll})

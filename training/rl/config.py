@@ -284,6 +284,11 @@ class GrpoConfig(CommonConfig):
     def _consistent(self) -> GrpoConfig:
         if self.loop.steps is None and self.data.epochs is None:
             raise ValueError("neither loop.steps nor data.epochs is given: the run would have no end")
+        if self.parallel.context > 1:
+            raise ValueError(
+                f"parallel.context = {self.parallel.context} with the recipe grpo: answers are sampled, and judged, as "
+                "whole rows; parallel.context = 1, and the processes to parallel.shard"
+            )
         self._check_data()
         self._check_rewards()
         self._check_precision()

@@ -43,6 +43,7 @@ def test_what_a_run_saves_of_itself_is_the_same_run(tmp_path):
         ("rollouts.temperature=0", r"rollouts\.temperature = 0: .*greater than 0"),
         ("data.overflow=truncate", r"data\.overflow = truncate: a part of a prompt is no prompt; error or drop"),
         ("data.streams=2", r"data\.streams = 2: prompts have one; loop\.prompts says how many"),
+        ("parallel.context=2", r"parallel\.context = 2 with the recipe grpo"),
         ("data.sources.0.kind=text", r"a is of kind text, which has no prompt; one of chat, completion"),
         ("rewards.functions=[]", r"rewards\.functions is empty and there is no environment"),
         ("rewards.functions.0.model=x", r"right has function and model: one judge, one name"),
