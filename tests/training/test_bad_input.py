@@ -87,6 +87,7 @@ def poisoned(place):
     return token
 
 
+@pytest.mark.slow
 def test_a_token_whose_embedding_is_nan_stops_the_run_and_may_be_skipped(
     place, poisoned, tmp_path, capsys, monkeypatch
 ):

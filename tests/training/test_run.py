@@ -118,6 +118,7 @@ def talk(row):
     return {"messages": row["said"]}
 
 
+@pytest.mark.slow
 def test_a_loss_and_the_rows_of_a_file_plug_in_by_their_names(whole, place, tmp_path):
     rows = [json.loads(line) for line in (place / "talks.jsonl").read_text().splitlines()]
     (tmp_path / "said.jsonl").write_text("".join(json.dumps({"said": row["messages"]}) + "\n" for row in rows))

@@ -73,6 +73,7 @@ class Once:
         trainer.interruption.by = "the test"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_run_that_was_stopped_is_the_run_that_was_not(files, tmp_path, recipe, adapters):
@@ -111,6 +112,7 @@ def told(out, suffix, *more):
     return [*changes("distill", out, *asked, *source), "loss.teacher=null", *more]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_run_on_a_teacher_s_stored_words_is_the_run_with_the_teacher(stored, tmp_path, suffix):
     """No teacher in memory, the same curve; stopped and resumed, too."""
@@ -206,6 +208,7 @@ def test_a_teacher_s_file_holds_what_can_be_read_again(stored, tmp_path, monkeyp
 ON_POLICY = ["rollouts.max_tokens=12", "rollouts.temperature=0.8", "data.overflow=drop"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [[], ["lora.r=2"]])
 def test_a_run_on_its_own_answers_goes_on_bit_for_bit(files, tmp_path, lora):
     """Stopped after two steps: the answers to come are those that the whole run sampled, under reverse KL."""

@@ -25,6 +25,7 @@ def test_help_names_the_self_test_in_its_usage_and_every_exit_code():
     assert all(f"{int(code)} {WORDS[code]}"[:9] in codes for code in Exit)
 
 
+@pytest.mark.slow
 def test_a_reader_that_closes_stdout_changes_no_exit_code():
     """The read end is closed before anything is written, as after `| head` has had enough."""
     reader, writer = os.pipe()

@@ -74,6 +74,7 @@ def test_our_forward_runs_where_the_modelling_files_cannot_be_imported(tmp_path)
     assert max_over_std(logits, reference.logits(Inputs(questions["square"]["input_ids"]))) <= 1e-10
 
 
+@pytest.mark.slow
 def test_a_forward_that_fails_there_is_an_error_of_its_own(tmp_path):
     _, questions = _checkpoint(tmp_path)
     (tmp_path / "square" / "config.json").write_text('{"model_type": "nothing"}')

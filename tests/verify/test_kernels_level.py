@@ -30,6 +30,7 @@ def _bench(family, variant="vocab+0"):
 # ------------------------------------------------------------------ what runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_passes_and_the_verdict_counts_every_path(family):
     verdict = run(family, "K", pool=POOL)
@@ -43,6 +44,7 @@ def test_a_family_passes_and_the_verdict_counts_every_path(family):
     assert (named["attention", "sdpa"] == "another architecture") == (family == "gpt_oss"), "sdpa has no sinks"
 
 
+@pytest.mark.slow
 def test_another_seed_passes_too():
     assert run("qwen3", "K", seed=123).exit_code == Exit.PASS
 

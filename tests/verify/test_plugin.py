@@ -5,6 +5,7 @@ import pytest
 pytest_plugins = ["pytester"]
 
 
+@pytest.mark.slow
 def test_a_family_is_one_test_a_level(pytester):
     result = pytester.runpytest_subprocess("--verify-bridge=qwen3", "--collect-only", "-q")
     names = [line for line in result.outlines if line.startswith("verify-bridge[qwen3]::")]
