@@ -55,7 +55,7 @@ class Watcher:
         if step % self._every == 0:
             names = ("loss", "rl/reward", "rl/equal_groups", "rl/entropy", "rl/mismatch_max")
             shown = ", ".join(f"{name} {values[name]:.4g}" for name in names if name in values)
-            self._console.print(f"  step {step}: {shown}", highlight=False)
+            self._console.print(f"  step {step}: {shown}", highlight=False, soft_wrap=True)
 
 
 def study(config: RecommenderConfig, seed: int, out: Path, log: Watcher) -> dict[str, Any]:
