@@ -11,7 +11,7 @@ is a whole run: every other key has a default. The same keys stand on the comman
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -31,6 +31,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 ADAPTERS_OFF = "adapters_off"
 Count = Annotated[int, Field(ge=1)]
 C = TypeVar("C", bound="CommonConfig")
+S = TypeVar("S", bound=Section)
 FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -379,11 +380,7 @@ class RunConfig(CommonConfig):
 
     def evaluation_data(self) -> DataConfig | None:
         """The data of the held-out passes: the sources of loop.evaluation, once, packed as `data` is."""
-        given = self.loop.evaluation
-        if given is None:
-            return None
-        plain = self.data.model_dump(mode="json") | {"sources": list(given.sources), "epochs": 1, "streams": 1}
-        return validated(DataConfig, plain, place="loop.evaluation", read_from="the run's file", error=InvalidRun)
+        return None if self.loop.evaluation is None else held_out_data(self.data, self.loop.evaluation.sources)
 
 
 def load_run_config(file: Path, overrides: Sequence[str] = (), *, recipe: RecipeName | None = None) -> RunConfig:
@@ -423,6 +420,24 @@ def placed_common(config: CommonConfig, folder: Path) -> dict[str, Any]:
     return update
 
 
+def held_out_data(data: DataConfig, sources: Sequence[Mapping[str, Any]]) -> DataConfig:
+    """The data of a run with other sources, read once.
+
+    Raises:
+        InvalidRun: a wrong key or value of theirs.
+    """
+    plain = data.model_dump(mode="json") | {"sources": list(sources), "epochs": 1, "streams": 1}
+    return validated(DataConfig, plain, place="loop.evaluation", read_from="the run's file", error=InvalidRun)
+
+
+def placed_evaluation(data: DataConfig | None, evaluation: S | None, folder: Path) -> S | None:
+    """A section of held-out data whose local paths come to count from a folder; None where there is none."""
+    if data is None or evaluation is None:
+        return None
+    sources = placed_in(data, folder).model_dump(mode="json")["sources"]
+    return evaluation.model_copy(update={"sources": tuple(sources)})
+
+
 def _placed(config: RunConfig, folder: Path) -> RunConfig:
     """Local paths, made to count from the folder of the file. `out` counts from where the command runs."""
     update = placed_common(config, folder)
@@ -430,10 +445,8 @@ def _placed(config: RunConfig, folder: Path) -> RunConfig:
     local = {name: str(folder / src) for name, src in others.items() if src is not None and (folder / src).is_dir()}
     if local:
         update["loss"] = config.loss.model_copy(update=local)
-    held_out = config.evaluation_data()
-    if held_out is not None and config.loop.evaluation is not None:
-        sources = placed_in(held_out, folder).model_dump(mode="json")["sources"]
-        evaluation = config.loop.evaluation.model_copy(update={"sources": tuple(sources)})
+    evaluation = placed_evaluation(config.evaluation_data(), config.loop.evaluation, folder)
+    if evaluation is not None:
         update["loop"] = config.loop.model_copy(update={"evaluation": evaluation})
     return config.model_copy(update=update)
 

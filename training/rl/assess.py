@@ -97,6 +97,17 @@ def informative_groups(
     return {one.group_id for one, some in zip(trajectories, says, strict=True) if some}
 
 
+def reward_figures(
+    trajectories: Sequence[Trajectory], *, weights: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Those of `assess` that are of rewards and lengths alone.
+
+    Raises:
+        InvalidRun: see `assess`.
+    """
+    return _judged(trajectories, weights, None).figures
+
+
 class _Judged(NamedTuple):
     """Rewards of the answers of a step, with what they are weighed by."""
 

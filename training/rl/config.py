@@ -29,9 +29,12 @@ from bestiary.training.config import (
     LoopSection,
     Positive,
     SampledSection,
+    held_out_data,
     placed_common,
+    placed_evaluation,
     read_config,
 )
+from bestiary.training.data.config import DataConfig
 from bestiary.training.rl.algorithms import Algorithm, named
 from bestiary.training.rl.assess import Overlong
 from bestiary.training.rl.mismatch import Correction, CorrectionKind, CorrectionLevel
@@ -227,6 +230,24 @@ class EnvironmentSection(Section):
         return self
 
 
+class HeldOutSection(Section):
+    """Passes over prompts that are never trained on, answered with the same seeds every time.
+
+    Attributes:
+        sources: as those of `data`, whose tokenizer is theirs too.   prompts: the first so many, at most.
+        every: rounds; the last one has a pass in any case.   n: answers to each prompt.
+        at_start: a pass before the first round too.
+        patience: passes without a better reward after which the run ends; None: never.
+    """
+
+    sources: Annotated[tuple[dict[str, Any], ...], Field(min_length=1)]
+    prompts: Count = 64
+    every: Count = 10
+    n: Count = 1
+    at_start: bool = True
+    patience: Count | None = None
+
+
 class RoundsSection(Section):
     """Rounds, and what happens when something goes wrong.
 
@@ -238,6 +259,7 @@ class RoundsSection(Section):
         seed: of fresh adapters and dropout.   deterministic: refuse operations that are not.
         on_nan: `skip` leaves the weights where loss or gradient are not finite.
         max_skips: optimiser steps in a row that may be left out, those without anything to train on included.
+        evaluation: None: no held-out prompts.
         callbacks: `module:factory` of objects with any of the methods of `controller.Callback`.
         timeout_s: after which a rank gives up waiting for another.
     """
@@ -252,6 +274,7 @@ class RoundsSection(Section):
     deterministic: bool = False
     on_nan: Literal["stop", "skip"] = "stop"
     max_skips: Count = 10
+    evaluation: HeldOutSection | None = None
     callbacks: tuple[str, ...] = ()
     timeout_s: Positive = 600.0
 
@@ -311,6 +334,10 @@ class GrpoConfig(CommonConfig):
             raise ValueError("algorithm.reference = adapters_off and the run has no section lora; a checkpoint")
         return self
 
+    def evaluation_data(self) -> DataConfig | None:
+        """The data of the passes over held-out prompts: the sources of loop.evaluation, once, read as `data` is."""
+        return None if self.loop.evaluation is None else held_out_data(self.data, self.loop.evaluation.sources)
+
     def _check_data(self) -> None:
         data = self.data
         if data.overflow not in ("error", "drop"):
@@ -323,12 +350,13 @@ class GrpoConfig(CommonConfig):
                 f"data.pack_length = {data.pack_length}"
             )
         kinds = {"prompt", "chat", "completion", "distillation"}
-        for source in data.sources:
-            if source.kind not in kinds:
-                raise ValueError(
-                    f"data.sources: {source.name} is of kind {source.kind}, which has no prompt; one of "
-                    f"{', '.join(sorted(kinds))}"
-                )
+        for place, held in (("data", data), ("loop.evaluation", self.evaluation_data())):
+            for source in () if held is None else held.sources:
+                if source.kind not in kinds:
+                    raise ValueError(
+                        f"{place}.sources: {source.name} is of kind {source.kind}, which has no prompt; one of "
+                        f"{', '.join(sorted(kinds))}"
+                    )
 
     def _check_rewards(self) -> None:
         functions = self.rewards.functions
@@ -423,5 +451,8 @@ def load_grpo_config(file: Path, overrides: Sequence[str] = ()) -> GrpoConfig:
         one if one.model is None else one.model_copy(update={"model": placed(one.model)})
         for one in config.rewards.functions
     )
+    held_out = placed_evaluation(config.evaluation_data(), config.loop.evaluation, folder)
+    if held_out is not None:
+        update["loop"] = config.loop.model_copy(update={"evaluation": held_out})
     update["rewards"] = config.rewards.model_copy(update={"functions": functions})
     return config.model_copy(update=update)

@@ -44,6 +44,7 @@ from bestiary.training.control import Interruption
 from bestiary.training.errors import InvalidRun, Role, RoleLost
 from bestiary.training.loop import Log
 from bestiary.training.rl.assess import assess, informative_groups
+from bestiary.training.rl.held_out import HeldOut
 from bestiary.training.rl.ledger import Ledger
 from bestiary.training.rl.played import played
 from bestiary.training.rl.records import Experience, RecordsRefused, Trajectory, save
@@ -64,6 +65,9 @@ class Callback(Protocol):
     def on_step(self, controller: Controller, values: Mapping[str, float]) -> None:
         """After every round, with what is logged of it."""
 
+    def on_evaluation(self, controller: Controller, values: Mapping[str, float]) -> None:
+        """After every pass over held-out prompts."""
+
     def on_end(self, controller: Controller) -> None:
         """After the last round, before the last resume point."""
 
@@ -74,6 +78,7 @@ class Controller:
 
     Args:
         roles, prompts, rounds: who, on what, and how much.
+        held_out: None: no passes over held-out prompts.
         log: of figures, by version; None: nowhere.   callbacks: as `Callback`.
 
     Attributes:
@@ -85,6 +90,7 @@ class Controller:
     roles: Roles
     prompts: PromptSource
     rounds: Rounds
+    held_out: HeldOut | None = None
     log: Log | None = None
     callbacks: Sequence[Any] = ()
     interruption: Interruption = field(default_factory=Interruption)
@@ -100,7 +106,7 @@ class Controller:
         self._answered: dict[str, list[Trajectory]] = {}
         self._lost: Counter[Role] = Counter()
         self._ready = self._paused = False
-        self._logged = -1
+        self._logged = self._examined = -1
         self._beginning: Mapping[str, Any] = self._state()
         self._boundary: Mapping[str, Any] = self._beginning
 
@@ -151,6 +157,7 @@ class Controller:
             "seconds": self._seconds + time.monotonic() - self._begun,
             "prompts": self.prompts.state(),
             "ledger": self.ledger.as_json(),
+            "held_out": None if self.held_out is None else self.held_out.state(),
         }
 
     def _prepare(self) -> None:
@@ -163,6 +170,8 @@ class Controller:
         self.prompts.load_state(state["prompts"])
         self.ledger = Ledger.from_json(state["ledger"])
         self.ledger.check(policy.trained())
+        if self.held_out is not None:
+            self.held_out.load_state(state["held_out"])
         if self._logged < 0:
             self._logged, self.resumed = policy.version, None if found is None else policy.version
         self._answered.clear()
@@ -175,6 +184,8 @@ class Controller:
         while sampler.in_flight:
             self._asked(lambda: sampler.take(len(sampler.in_flight)))
         self._ready = True
+        if self.round == 0 and not self.interrupted:
+            self._examine()
 
     def _rescue(self, error: BestiaryError) -> None:
         """A resume point of where the last round ended, unless the weights have moved since, or are lost."""
@@ -192,6 +203,7 @@ class Controller:
         plan, policy, times, start = self.rounds, self.roles.policy, dict[str, float](), time.monotonic()
         scored, refills = self._scored(times)
         if not scored:
+            self._examine(last=True)
             self.stopped = "the data is over"
             return
         figures = self._ages(scored) | {
@@ -233,7 +245,7 @@ class Controller:
         Args:
             own: those that the round has already.
         """
-        plan, sampler = self.rounds, self.roles.sampler
+        plan = self.rounds
         later = min(plan.staleness, plan.rounds - self.round - 1) * plan.prompts
         ahead = len(own) + count + later
         if ahead > len(self.ledger.waiting):
@@ -241,15 +253,7 @@ class Controller:
         names = self.ledger.oldest(len(own) + count)[len(own) :]
         self._put(ahead)
         while any(name not in self._answered for name in names):
-            for group in self._asked(lambda: sampler.take(1)):
-                name = group[0].prompt_id
-                if len(group) != plan.sampling.n:
-                    raise RecordsRefused(
-                        f"the group of prompt {name} has {len(group)} answers.",
-                        remedy=f"whole groups of {plan.sampling.n}",
-                    )
-                if name in self.ledger.waiting:
-                    self._answered[name] = group
+            self._take()
             self._put(ahead)
         return names, [one for name in names for one in self._answered[name]]
 
@@ -262,6 +266,43 @@ class Controller:
         missing = [self.ledger.waiting[name] for name in self.ledger.oldest(ahead) if name not in known]
         if missing:
             self._asked(lambda: self.roles.sampler.put(missing, self.rounds.sampling))
+
+    def _take(self) -> None:
+        """Keep what is complete, of prompts that somebody waits for."""
+        held_out = {} if self.held_out is None else self.held_out.by_name
+        for group in self._asked(lambda: self.roles.sampler.take(1)):
+            name = group[0].prompt_id
+            wanted = self.held_out.n if self.held_out is not None and name in held_out else self.rounds.sampling.n
+            if len(group) != wanted:
+                raise RecordsRefused(
+                    f"the group of prompt {name} has {len(group)} answers.", remedy=f"whole groups of {wanted}"
+                )
+            if name in self.ledger.waiting or name in held_out:
+                self._answered[name] = group
+
+    def _examine(self, *, last: bool = False) -> None:
+        """A pass over the held-out prompts with the weights as they are, if one is due; logged and judged."""
+        held_out, sampler = self.held_out, self.roles.sampler
+        last = self.round == self.rounds.rounds or (last and self._examined < self.roles.policy.version)
+        if held_out is None or not held_out.due(self.round, last=last):
+            return
+        start, names = time.monotonic(), held_out.by_name
+        while missing := [one for name, one in names.items() if name not in self._answered]:
+            flying = set(sampler.in_flight)
+            new = [one for one in missing if one.prompt_id not in flying]
+            if new:
+                self._asked(partial(sampler.put, new, held_out.sampling))
+            self._take()
+        answers, version = [one for name in names for one in self._answered.pop(name)], self.roles.policy.version
+        scored = self._asked(partial(self.roles.scorer.score, answers))
+        told = {f"eval/{name}": value for name, value in self._asked(self.roles.scorer.figures).items()}
+        found = held_out.figures(scored) | told | {"eval/seconds": time.monotonic() - start}
+        if self.log is not None and version > self._examined:
+            self.log.log(version, found)
+        self._examined = max(version, self._examined)
+        self._call("on_evaluation", found)
+        self.stopped = held_out.judge(found)
+        self._boundary = {**self._boundary, "held_out": held_out.state()}
 
     def _ages(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """How many optimiser steps behind the policy answers are.
@@ -329,6 +370,8 @@ class Controller:
             if self.log is not None:
                 self.log.log(policy.version, self.values)
         self._call("on_step", self.values)
+        self._examine()
+        state = self._boundary
         if self.interruption.by is not None:
             self.stopped, self.interrupted = self.interruption.by, True
         every = self.rounds.save_every

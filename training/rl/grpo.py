@@ -40,6 +40,7 @@ from bestiary.training.rl.conversations import ToolEnvironments
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.environments import EnvironmentFactory
 from bestiary.training.rl.episodes import Episodes
+from bestiary.training.rl.held_out import HeldOut
 from bestiary.training.rl.isolated import START_S
 from bestiary.training.rl.isolated_environments import IsolatedEnvironments
 from bestiary.training.rl.judges import EndpointJudge, FunctionJudge, Judge
@@ -124,6 +125,7 @@ def run(config: GrpoConfig, *, also: Sequence[Tracker] = (), interruption: Inter
             cast.roles,
             prompts,
             plan,
+            held_out_of(config, tokenizer, cast.context, plan),
             log=tracker,
             callbacks=[component(path, "loop.callbacks", InvalidRun)() for path in config.loop.callbacks],
             interruption=interruption or Interruption(),
@@ -231,6 +233,29 @@ def constraint_of(config: GrpoConfig) -> Constraint | None:
 def prompts_of(config: GrpoConfig, tokenizer: BaseHFModelTokenizer, context: int) -> Prompts:
     """Prompts of the data, those that leave room for an answer."""
     return Prompts(config.data.plan(tokenizer), context - config.rollouts.max_tokens)
+
+
+def held_out_of(config: GrpoConfig, tokenizer: BaseHFModelTokenizer, context: int, plan: Rounds) -> HeldOut | None:
+    """The held-out prompts of the run, read here and now.
+
+    Raises:
+        InvalidRun: there are none that leave room for an answer.
+    """
+    section, data = config.loop.evaluation, config.evaluation_data()
+    if section is None or data is None:
+        return None
+    prompts = Prompts(data.plan(tokenizer), context - config.rollouts.max_tokens).next(section.prompts)
+    if not prompts:
+        raise InvalidRun("loop.evaluation.sources have no prompts.", remedy="more of them, or no loop.evaluation")
+    return HeldOut(
+        prompts,
+        plan.sampling,
+        every=section.every,
+        n=section.n,
+        weights=plan.weights,
+        at_start=section.at_start,
+        patience=section.patience,
+    )
 
 
 def refuse_small_context(config: GrpoConfig, context: int) -> None:

@@ -17,6 +17,7 @@ from bestiary.training.errors import RoleLost
 from bestiary.training.rl.algorithms import named
 from bestiary.training.rl.controller import Controller
 from bestiary.training.rl.embedded import EmbeddedEngine
+from bestiary.training.rl.held_out import HeldOut
 from bestiary.training.rl.policy import LocalFrozen, LocalPolicy
 from bestiary.training.rl.records import Trajectory
 from bestiary.training.rl.roles import Prompt
@@ -45,10 +46,11 @@ class Answers:
     def take(self, at_least: int) -> list[list[Trajectory]]:
         assert not self.paused
         assert at_least <= len(self.flying)
-        chosen = [*self.flying.values()]
-        sampling = chosen[0][1]
+        sampling = next(iter(self.flying.values()))[1]
+        chosen = [one for one in self.flying.values() if one[1] == sampling]
         said = self.engine.generate([one.ids for one, _ in chosen], sampling, keys=[one.prompt_id for one, _ in chosen])
-        self.flying.clear()
+        for one, _ in chosen:
+            del self.flying[one.prompt_id]
         groups = [said[place : place + sampling.n] for place in range(0, len(said), sampling.n)]
         return [
             [
@@ -180,6 +182,7 @@ def controller(
     source: Any = None,
     dies: Mapping[str, Mapping[str, Sequence[int]]] | None = None,
     callbacks: Sequence[Any] = (),
+    held_out: HeldOut | None = None,
     more: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Controller:
@@ -219,6 +222,7 @@ def controller(
         ),
         source or Numbers(),
         Rounds(**(plan | changes)),
+        held_out,
         log=Kept(),
         callbacks=callbacks,
     )

@@ -16,13 +16,14 @@ from bestiary.training.errors import InvalidRun, RoleLost, SaveFailed
 from bestiary.training.rl import records
 from bestiary.training.rl.algorithms import named
 from bestiary.training.rl.controller import Controller
+from bestiary.training.rl.held_out import HeldOut
 from bestiary.training.rl.ledger import Ledger, LedgerBroken
 from bestiary.training.rl.records import load_experiences
 from bestiary.training.rl.roles import Prompt
 from bestiary.training.rl.rollout_check import StaleWeights
 from bestiary.training.rl.weight_sync import SyncFailed
 
-from .small_rounds import Numbers, controller, result
+from .small_rounds import SAMPLING, Even, Numbers, controller, result
 
 ANCHORED = named("grpo", kl_coef=0.05)
 ONCE = {f"n{place}": 1 for place in range(6)}
@@ -285,6 +286,52 @@ def test_a_lost_policy_takes_with_it_what_was_sampled_ahead(tmp_path):
     made = controller(tmp_path, staleness=1, rounds=4, dies={"policy": {"optim_step": (3,)}})
     made.fit()
     assert result(made)[1] == {f"n{place}": 1 for place in range(8)}
+
+
+def examined(**given):
+    """Two held-out prompts, one of them a row that is trained on too."""
+    prompts = [Prompt(prompt_id="n0", ids=(3, 17)), Prompt(prompt_id="other", ids=(40, 17))]
+    return HeldOut(prompts, SAMPLING, **{"every": 2, "n": 3, "at_start": True, **given})
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_held_out_prompts_are_answered_between_rounds_and_never_trained(staleness):
+    plain = controller(staleness=staleness)
+    plain.fit()
+    made = controller(staleness=staleness, held_out=examined())
+    made.fit()
+    rows = [(step, values) for step, values in made.log.rows if "eval/reward" in values]
+    assert [step for step, _ in rows] == [0, 2, 3]
+    assert all(values["eval/reward"] == values["eval/reward/even"] > 0 for _, values in rows)
+    assert [step for step, values in made.log.rows if "loss" in values] == [1, 2, 3]
+    ours, trained = result(made)
+    assert trained == ONCE
+    assert equal(ours, result(plain)[0])
+
+
+def test_a_pass_depends_on_the_weights_alone():
+    """The same prompts, seeds and weights: in a run that was resumed, or before a round of another size."""
+    once, again = (controller(held_out=examined(every=9), prompts=prompts, rounds=1) for prompts in (1, 2))
+    once.fit()
+    again.fit()
+    first, second = (made.log.rows[0][1] for made in (once, again))
+    assert first["eval/reward"] == second["eval/reward"]
+    assert first["eval/answer_tokens"] == second["eval/answer_tokens"]
+
+
+def test_held_out_rewards_that_get_no_better_end_the_run_and_a_resume_remembers(tmp_path):
+    def flat(one):
+        return 0.5 if one.prompt_id.startswith("held out") else one.sample / 4
+
+    stopped = controller(
+        tmp_path, scorer=Even(flat), held_out=examined(every=1, patience=3), callbacks=[StopsAfter()], save_every=None
+    )
+    stopped.fit()
+    assert (stopped.round, stopped.stopped) == (1, "SIGTERM")
+    again = controller(tmp_path, scorer=Even(flat), held_out=examined(every=1, patience=3), rounds=9)
+    again.fit()
+    assert (again.resumed, again.round) == (1, 3)
+    assert again.stopped == "no better held-out reward than 0.5 in 3"
 
 
 def test_experiences_are_kept_where_asked(tmp_path):

@@ -171,6 +171,22 @@ def test_episodes_that_their_world_ended_are_not_trained_and_too_many_end_the_ru
         assert one.trajectory.rewards.get("paid") is None if one in ended else one.trajectory.extra["turns"] == 2
 
 
+def test_held_out_prompts_have_a_file_of_their_own(place, tmp_path):
+    rows = [{"prompt": f"{n} + {n}?", "place": n, "sum": 2 * n} for n in range(50, 55)]
+    (place / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"sources": [{"name": "sums", "files": "held_out.jsonl", "kind": "prompt"}], "prompts": 3, "every": 5}
+    config = load_grpo_config(
+        place / "run.json", [f"out={tmp_path}", "loop.steps=1", f"loop.evaluation={json.dumps(given)}"]
+    )
+    run(config)
+    held = [row for row in metrics(tmp_path) if "eval/reward" in row]
+    assert [row["step"] for row in held] == [0, 2]
+    assert all(0 <= row["eval/reward"] <= 1 and row["eval/unscored"] == 0 for row in held)
+    given["sources"][0]["kind"] = "events"
+    with pytest.raises(InvalidRun, match=r"loop\.evaluation\.sources: sums is of kind events"):
+        load_grpo_config(place / "run.json", [f"out={tmp_path}", f"loop.evaluation={json.dumps(given)}"])
+
+
 def test_tools_of_a_run_are_named_in_its_file(place):
     config = load_grpo_config(place / "run.json", ["out=x", "environment.tools={functions: [evenness:shout]}"])
     conversation = environment_of(config)()
