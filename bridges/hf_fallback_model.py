@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -294,6 +294,17 @@ class HFDecoder(HFSurface, nn.Module):
             owners.add(place)
             state[name] = tensor.detach()
         yield from revert_weight_conversion(self.hf, state).items()
+
+    def load_hf_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Refused: what transformers converts on its way in, it converts for whole checkpoints alone.
+
+        Raises:
+            UnsupportedLoad.
+        """
+        raise UnsupportedLoad(
+            f"tensors by name into transformers' {type(self.hf).__name__}: the fallback backend only gives them out.",
+            remedy='save_pretrained and AutoDecoder.from_pretrained(folder, backend="hf"), or a family with a bridge',
+        )
 
     def save_pretrained(
         self,

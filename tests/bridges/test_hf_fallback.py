@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from bestiary.bridges.errors import (
     FolderNotEmpty,
     NoDecoderConfig,
+    UnsupportedLoad,
 )
 from bestiary.bridges.hf_fallback_head import HeadMap, find_head
 from bestiary.bridges.hf_fallback_model import HFDecoder
@@ -381,6 +382,8 @@ def test_it_has_every_name_of_our_models(folder: Callable[..., Path]) -> None:
     assert not hasattr(model, "decoder_config")
     with pytest.raises(NoDecoderConfig, match="CohereForCausalLM runs on the fallback backend"):
         _ = model.decoder_config
+    with pytest.raises(UnsupportedLoad, match="tensors by name into transformers' CohereForCausalLM"):
+        model.load_hf_tensors(model.named_hf_tensors())
     model.add_model_tags(["sft", "trl"])
     model.add_model_tags("sft")
     assert model.model_tags == ["sft", "trl"]

@@ -41,7 +41,7 @@ from typing import Any, Protocol, TypeVar
 
 from bestiary.kernels.errors import BestiaryError
 from bestiary.training.control import Interruption
-from bestiary.training.errors import InvalidRun, Role, RoleLost
+from bestiary.training.errors import ClusterLost, InvalidRun, Role, RoleLost
 from bestiary.training.loop import Log
 from bestiary.training.rl.assess import assess, informative_groups
 from bestiary.training.rl.held_out import HeldOut
@@ -190,6 +190,8 @@ class Controller:
     def _rescue(self, error: BestiaryError) -> None:
         """A resume point of where the last round ended, unless the weights have moved since, or are lost."""
         policy = self.roles.policy
+        if isinstance(error, ClusterLost):
+            return  # and the policy with it
         try:
             if self._ready and self.round and policy.version == self.round * self.rounds.steps:
                 policy.save_state(self._boundary, wait=True)
