@@ -245,6 +245,7 @@ class SpreadSampler:
         self.environments = environments
         self._players = players
         self._ready: list[list[Trajectory]] = []
+        self._fault: Exception | None = None
 
     def put(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         """See `roles.Sampler`; whoever has the fewest in flight is given the next one."""
@@ -259,14 +260,19 @@ class SpreadSampler:
             player.put(chosen, sampling)
 
     def take(self, at_least: int) -> list[list[Trajectory]]:
-        """See `roles.Sampler`. What is complete is kept when an engine's process died."""
+        """See `roles.Sampler`. What is complete is kept when an engine's process died.
+
+        A player's fault beside groups enough is told by the next call, as the player itself may go on by then.
+        """
         if at_least > len(self.in_flight):
             raise InvalidRun(
                 f"{at_least} groups are asked for and {len(self.in_flight)} are in flight.",
                 remedy="put before take, and nothing after close",
             )
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
         while True:
-            fault: Exception | None = None
             for player in self._players:
                 try:
                     self._ready += player.take(0)
@@ -274,6 +280,8 @@ class SpreadSampler:
                     fault = fault or error
             if len(self._ready) >= at_least and (self._ready or fault is None):
                 taken, self._ready = self._ready, []
+                # A process that is still dead says so again.
+                self._fault = None if isinstance(fault, RoleLost) else fault
                 return taken
             if fault is not None:
                 raise fault

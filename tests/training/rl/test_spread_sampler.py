@@ -1,8 +1,10 @@
 """Prompts spread over several players: whole groups, and what is complete outlives the fault of one of them."""
 
+import time
+
 import pytest
 
-from bestiary.training.errors import InvalidRun, RoleLost
+from bestiary.training.errors import EnvironmentFailed, InvalidRun, RoleLost
 from bestiary.training.rl.episodes import Episodes
 from bestiary.training.rl.remote import SpreadSampler, balanced
 from bestiary.training.rl.roles import Prompt
@@ -76,6 +78,20 @@ def test_what_was_complete_when_another_player_failed_waits_for_the_next_call():
     assert sorted(made.in_flight) == ["p0", "p1"]
     made.resume()
     assert len(made.take(2)) == 2
+    made.close()
+
+
+def test_a_fault_beside_groups_enough_is_told_by_the_next_call_whatever_went_on_between():
+    good, bad = ScriptedEngine(), ScriptedEngine(faults={1: EnvironmentFailed("environments failed too often.")})
+    made = sampler(good, bad)
+    made.put(PROMPTS[:3], SAMPLING)
+    while not (good.calls and bad.calls):
+        time.sleep(0.001)
+    made.pause()
+    assert len(made.take(1)) == 2
+    made.resume()
+    with pytest.raises(EnvironmentFailed, match="failed too often"):
+        made.take(1)
     made.close()
 
 
