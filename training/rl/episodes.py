@@ -169,12 +169,11 @@ class Episodes:
             if self._closed:
                 return
             self._closed = True
-            waiting, self._waiting = self._waiting, []
             self._groups.clear()
             self._later.clear()
             self._changed.notify_all()
         self._thread.join()
-        for episode in waiting:
+        for episode in self._waiting:
             if episode.environment is not None:
                 self._calls.submit(episode.close, done=_nothing, late=_nothing)
         self._calls.close(min(_CLOSING_S, self._timeout_s))
@@ -207,6 +206,7 @@ class Episodes:
                 self._sampling, self._took_s = False, time.perf_counter() - start
                 if raised is not None:
                     self._broken(raised)
+                if raised is not None or self._closed:
                     self._waiting += batch
                 else:
                     for episode, rollout in zip(batch, found, strict=True):

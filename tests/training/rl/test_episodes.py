@@ -237,6 +237,21 @@ def test_an_environment_apart_is_ended_where_it_hangs_and_costs_its_episode_alon
         IsolatedEnvironments("worlds_apart:Nothing", timeout_s=1.0)
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(("environment", "faults"), [(None, {}), (Counting, {1: RuntimeError("the engine is gone")})])
+def test_what_is_being_sampled_when_all_is_closed_is_thrown_away_with_its_environments(environment, faults):
+    engine, Counting.open = ScriptedEngine(faults=faults), 0
+    engine.may.clear()
+    episodes = Episodes(engine, context=CONTEXT, environment=environment)
+    episodes.put(PROMPTS[:1], SAMPLING)
+    while not engine.calls:
+        time.sleep(0.001)
+    threading.Timer(0.1, engine.may.set).start()
+    episodes.close()
+    assert engine.closed
+    assert Counting.open == 0
+
+
 @pytest.mark.parametrize("at_once", [1, 4])
 def test_no_more_environments_than_wanted_are_open(at_once):
     most = []
