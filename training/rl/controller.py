@@ -138,8 +138,8 @@ class Controller:
                 if lost.role != "policy":
                     raise
                 LOGGER.warning("%s; going back to the newest resume point", lost.what)
-                self._restart(self.roles.policy, lost)
                 self._ready = False
+                self._restart(self.roles.policy, lost)
 
     def _end(self) -> bool:
         if self.round == 0 and not self.interrupted:
@@ -188,12 +188,16 @@ class Controller:
             self._examine()
 
     def _rescue(self, error: BestiaryError) -> None:
-        """A resume point of where the last round ended, unless the weights have moved since, or are lost."""
+        """A resume point of where the last round ended, unless the weights have moved since, or are lost.
+
+        A step that failed may have been booked, and the version of a policy elsewhere is what it last said.
+        """
         policy = self.roles.policy
         if isinstance(error, ClusterLost):
             return  # and the policy with it
         try:
             if self._ready and self.round and policy.version == self.round * self.rounds.steps:
+                self.ledger.check(policy.trained())
                 policy.save_state(self._boundary, wait=True)
         except BestiaryError as second:
             LOGGER.warning("no resume point after %s: %s", type(error).__name__, second.what)
@@ -362,13 +366,13 @@ class Controller:
         for name in names:
             del self._answered[name]
         self.round += 1
-        self._lost.clear()
         state = self._boundary = self._state()
         more = {"rl/prompts": float(len(names)), "rl/answers": float(len(trajectories))}
         more |= {f"rl/{name}": value for name, value in played(trajectories).items()}
         self.values = figures | more | {"time": state["seconds"]}
         if policy.version > self._logged:
             self._logged = policy.version
+            self._lost.clear()  # a round that is made again is no progress
             if self.log is not None:
                 self.log.log(policy.version, self.values)
         self._call("on_step", self.values)
@@ -423,9 +427,12 @@ class Controller:
                 if lost.role == "policy":
                     raise
                 LOGGER.warning("%s; restarting the %s", lost.what, lost.role)
+                if lost.role == "rollout" and syncs:  # also the engines that live are given weights
+                    with self._still(not self._paused):
+                        self._restart(self._of(lost.role), lost)
+                        self._sync()
+                    continue
                 self._restart(self._of(lost.role), lost)
-                if lost.role == "rollout" and syncs:
-                    self._sync()
                 if not self._paused:
                     self._resume()
 

@@ -110,6 +110,58 @@ def test_a_role_that_dies_again_and_again_ends_the_run_with_a_resume_point(tmp_p
     assert result(again)[1] == ONCE
 
 
+def test_a_policy_that_dies_in_the_same_round_again_and_again_ends_the_run(tmp_path):
+    """Rounds that are only made again, on the way there, are no progress."""
+    made = controller(tmp_path, dies={"policy": {"optim_step": range(2, 20, 2)}}, restarts=2, save_every=None)
+    with pytest.raises(RoleLost, match="the policy died 3 times in round 1"):
+        made.fit()
+
+
+class Elsewhere:
+    """A policy in another process: its version is what it said when it last answered."""
+
+    def __init__(self, policy):
+        self.policy, self.version = policy, policy.version
+
+    def __getattr__(self, name):
+        return getattr(self.policy, name)
+
+    def optim_step(self):
+        found = self.policy.optim_step()
+        self.version = self.policy.version
+        return found
+
+
+def test_a_step_that_fails_behind_its_books_leaves_no_resume_point_that_contradicts_itself(tmp_path):
+    made = controller(tmp_path, more={"loop": LoopSection(max_skips=1)}, algorithm=named("dapo"))
+    made.roles.scorer.says = lambda one: 1.0
+    made.roles.policy = Elsewhere(made.roles.policy)
+    with pytest.raises(InvalidRun, match="2 steps in a row had nothing to train on"):
+        made.fit()
+    made.roles.policy.close()
+    again = controller(tmp_path)
+    again.fit()
+    assert again.resumed == 1
+    assert result(again)[1] == ONCE
+
+
+def test_weights_come_while_nothing_is_sampled_also_to_an_engine_that_is_new(tmp_path):
+    made = controller(tmp_path, dies={"rollout": {"generate": (2, 4, 6)}})
+    sync, sampler = made.roles.policy.sync, made.roles.sampler
+    still = []
+
+    def watched(engine):
+        still.append(sampler.paused)
+        return sync(engine)
+
+    made.roles.policy.sync = watched
+    made.fit()
+    assert made.deaths["rollout"].restarts == 3
+    assert len(still) > 4
+    assert all(still)
+    assert not sampler.paused
+
+
 def test_a_role_that_nobody_can_restart_ends_the_run():
     made = controller()
 
