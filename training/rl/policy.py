@@ -264,7 +264,7 @@ class LocalPolicy:
         found, current = sum((each for each, _ in every), Parity()), sum((each for _, each in every), Parity())
         mean, bound = current.absolute / max(1, current.tokens), self._bound()
         if mean > bound:
-            self._all(lambda: self._blame([one for one in trajectories if one.version == self.version]))
+            self._blame([one for one in trajectories if one.version == self.version])
             raise StaleWeights(
                 f"log-probabilities of the engine and the policy differ by {mean:.2g} in the mean (at most {bound:g}).",
                 remedy="the engine has other weights than the policy: sync it",
@@ -310,7 +310,11 @@ class LocalPolicy:
         return (HALF if half else FULL) if self._tolerance is None else self._tolerance
 
     def _blame(self, trajectories: Sequence[Trajectory]) -> None:
-        """Raises what is wrong with answers that are off, by its name."""
+        """Raises what is wrong with answers that are off, by its name.
+
+        Every process looks at those of all: one that stopped earlier would leave the others waiting for its weights.
+        """
+        trajectories = [one for each in self.trainer.control.gathered(trajectories) for one in each]
         turns = [turn for one in trajectories for turn in turns_of(one)]
         if turns:
             prompts = [prompt for prompt, _ in turns]

@@ -169,6 +169,21 @@ def test_what_one_process_of_a_policy_finds_wrong_is_raised_in_all_of_them():
         made.check(answers(made))
 
 
+def test_a_process_that_has_no_wrong_answer_looks_at_those_of_the_others():
+    """Else the others, who compute with what all processes hold, would wait for it."""
+    made = policy()
+    off = [replace(one, rollout_log_probs=one.rollout_log_probs - 0.3 * one.sampled) for one in answers(made)]
+    theirs = made._parity(made.log_probs([Experience.of(one) for one in off], "old_log_probs"))
+
+    class Two(Control):
+        def gathered(self, value):
+            return [value, off if isinstance(value, list) else (theirs, None)]
+
+    made.trainer.control = Two()
+    with pytest.raises(StaleWeights, match="worst is token"):
+        made.check([])
+
+
 def test_answers_of_an_earlier_version_may_differ_and_are_measured():
     made = policy()
     given = answers(made)
