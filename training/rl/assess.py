@@ -123,8 +123,10 @@ class _Judged(NamedTuple):
 def _judged(
     trajectories: Sequence[Trajectory], weights: Mapping[str, float] | None, overlong: Overlong | None
 ) -> _Judged:
-    # Episodes that errors of their environments ended have no rewards, not even by name.
-    names = sorted({name for one in trajectories for name in one.rewards} or (weights or ()))
+    # Episodes that errors of their environments ended, or that were cut off, may lack rewards, even by name.
+    ended = any(one.finish == "stop" and "failed" not in one.extra for one in trajectories)
+    given = {name for one in trajectories for name in one.rewards}
+    names = sorted(given if ended else given | set(weights or ()))
     if weights is not None and set(weights) != set(names):
         raise InvalidRun(
             f"weights of {sorted(weights)} for rewards of {names}.", remedy="a weight for each reward function"

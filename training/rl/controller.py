@@ -307,7 +307,7 @@ class Controller:
             self.log.log(version, found)
         self._examined = max(version, self._examined)
         self._call("on_evaluation", found)
-        self.stopped = held_out.judge(found)
+        self.stopped = held_out.judge(found) or self.stopped  # which a callback may have set
         self._boundary = {**self._boundary, "held_out": held_out.state()}
 
     def _ages(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:

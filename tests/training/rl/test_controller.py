@@ -371,6 +371,16 @@ def test_a_pass_depends_on_the_weights_alone():
     assert first["eval/answer_tokens"] == second["eval/answer_tokens"]
 
 
+def test_a_callback_that_ends_the_run_is_heard_beside_held_out_prompts():
+    class Ends:
+        def on_step(self, made, values):
+            made.stopped = "enough"
+
+    made = controller(held_out=examined(every=1), callbacks=[Ends()])
+    made.fit()
+    assert (made.stopped, made.round) == ("enough", 1)
+
+
 def test_held_out_rewards_that_get_no_better_end_the_run_and_a_resume_remembers(tmp_path):
     def flat(one):
         return 0.5 if one.prompt_id.startswith("held out") else one.sample / 4

@@ -222,3 +222,17 @@ def test_weights_are_taken_by_the_name_of_the_reward():
     assert figures["reward"] == pytest.approx(2 / 3)
     with pytest.raises(InvalidRun, match=r"weights of \['right'\]"):
         assess(experiences(), named("grpo"), weights={"right": 2.0})
+
+
+def test_a_step_whose_episodes_all_failed_or_were_cut_off_may_lack_the_rewards_of_the_environment():
+    plain = experiences(rewards={"judged": None})
+    given = [
+        replace(one, trajectory=replace(one.trajectory, extra={"failed": "it hung"} if n % 2 else {}, finish="length"))
+        for n, one in enumerate(plain)
+    ]
+    made, figures = assess(given, named("grpo"), weights={"judged": 1.0, "of the environment": 1.0})
+    assert figures["unscored"] == 1.0
+    assert not any(one.trained for one in made)
+    ended = replace(given[0], trajectory=replace(given[0].trajectory, finish="stop"))
+    with pytest.raises(InvalidRun, match="weights of"):
+        assess([ended, *given[1:]], named("grpo"), weights={"judged": 1.0, "of the environment": 1.0})
