@@ -24,7 +24,8 @@ class Overlong:
     Attributes:
         masked: those cut off are not trained; their rewards still count in their group's mean, as in TRL's
             `mask_truncated_completions`.
-        max_tokens, cache, factor: `advantages.overlong_penalty`, added to the weighted rewards; cache None: none.
+        max_tokens, cache, factor: `advantages.overlong_penalty` of the longest answer in a conversation, added to the
+            weighted rewards; cache None: none.
     """
 
     masked: bool = False
@@ -126,7 +127,7 @@ def _judged(
     # Episodes that errors of their environments ended, or that were cut off, may lack rewards, even by name.
     ended = any(one.finish == "stop" and "failed" not in one.extra for one in trajectories)
     given = {name for one in trajectories for name in one.rewards}
-    names = sorted(given if ended else given | set(weights or ()))
+    names = sorted(given if given and ended else given | set(weights or ()))
     if weights is not None and set(weights) != set(names):
         raise InvalidRun(
             f"weights of {sorted(weights)} for rewards of {names}.", remedy="a weight for each reward function"
@@ -139,13 +140,20 @@ def _judged(
     cut = torch.tensor([one.finish == "length" for one in trajectories])
     figures = _figures(matrix, names, total, groups, cut, lengths)
     if overlong is not None and overlong.cache is not None:
-        penalty = of.overlong_penalty(torch.tensor(lengths), overlong.max_tokens, overlong.cache, overlong.factor)
+        longest = torch.tensor([_longest(one) for one in trajectories])
+        penalty = of.overlong_penalty(longest, overlong.max_tokens, overlong.cache, overlong.factor)
         figures["overlong_penalty"] = float(penalty.mean())
         # A further function: without a judgement of the answer it judges nothing either.
         matrix = torch.cat([matrix, torch.where(of.scored(total), penalty, math.nan)[:, None]], 1)
         listed = [*([1.0] * len(names) if listed is None else listed), 1.0]
         total = of.weighted_sum(matrix, listed)
     return _Judged(matrix, total, groups, lengths, listed, cut, figures)
+
+
+def _longest(trajectory: Trajectory) -> int:
+    """Tokens of the longest answer in a conversation, which is what `max_tokens` bounds."""
+    edges = np.flatnonzero(np.diff(trajectory.sampled.astype(np.int8), prepend=0, append=0))
+    return int((edges[1::2] - edges[::2]).max(initial=0))
 
 
 def _values(

@@ -195,6 +195,16 @@ def test_long_answers_are_punished_beside_their_rewards():
     assert figures["overlong_penalty"] < 0
 
 
+def test_the_answers_of_a_conversation_are_long_each_and_not_together():
+    talks = []
+    for one in experiences():
+        sampled = np.arange(len(one.trajectory)) % 6 != 0  # answers of five tokens at most
+        talks.append(replace(one, trajectory=replace(one.trajectory, sampled=sampled)))
+    assert max(one.trajectory.tokens for one in talks) > 8
+    _, figures = assess(talks, named("dr_grpo"), overlong=Overlong(max_tokens=8, cache=4, factor=4.0))
+    assert -1.0 <= figures["overlong_penalty"] < 0.0
+
+
 def test_the_divergence_in_the_reward_is_that_of_the_whole_answer():
     """RLOO as TRL: R − β Σ (log π_old − log π_ref) before the baseline."""
     given = [
