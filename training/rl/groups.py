@@ -386,7 +386,7 @@ class Group:
             RoleLost: they died again.
         """
         dead = self.dead()
-        if not dead:
+        if not dead and not self._together:  # ranks that live may have lost one another
             return []
         parts = range(len(self._parts)) if self._together else dead
         self._start(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -193,6 +194,12 @@ class RolloutWorker(RoleWorker):
     def __init__(self) -> None:
         super().__init__()
         self._sampling = threading.Lock()
+
+    @everybody
+    def ping(self) -> int:
+        """See `RoleWorker`; once nothing is sampled: one that hangs in that answers nobody, and is to be replaced."""
+        with self._sampling:
+            return os.getpid()
 
     def describe(self) -> EngineFacts:
         """Of its engine.
