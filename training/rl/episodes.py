@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from bestiary.training.errors import EnvironmentFailed, InvalidRun, RoleLost
+from bestiary.training.errors import ClusterLost, EnvironmentFailed, InvalidRun, RoleLost
 from bestiary.training.rl.allowance import Allowance
 from bestiary.training.rl.calls import Calls, TimedOut
 from bestiary.training.rl.environments import EnvironmentFactory, Heard, Said
@@ -291,7 +291,7 @@ class Episodes:
             self._playing -= 1
             if not self._closed:
                 episode.environment_s += seconds
-                if isinstance(raised, RoleLost):
+                if isinstance(raised, RoleLost | ClusterLost):  # no fault of the environment
                     self._lost.append(episode)
                     self._broken(raised)
                 elif raised is not None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bestiary.training.errors import EnvironmentFailed, InvalidRun, RoleLost
+from bestiary.training.errors import ClusterLost, EnvironmentFailed, InvalidRun, RoleLost
 from bestiary.training.rl import episodes as rl_episodes
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.environments import Heard
@@ -235,6 +235,15 @@ def test_an_environment_apart_is_ended_where_it_hangs_and_costs_its_episode_alon
     assert "worlds_apart" not in sys.modules
     with pytest.raises(InvalidRun, match="'worlds_apart:Nothing' cannot be loaded"):
         IsolatedEnvironments("worlds_apart:Nothing", timeout_s=1.0)
+
+
+def test_environments_that_went_with_their_cluster_have_not_failed():
+    class Gone(Counting):
+        def step(self, said):
+            raise ClusterLost("the head of the Ray cluster is gone.")
+
+    with pytest.raises(ClusterLost, match="the head"):
+        played(ScriptedEngine(), environment=Gone, max_errors=0.0)
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
