@@ -67,11 +67,13 @@ class Command:
         load: checks (file, changes, name of the command), returns its configuration, which has `out`.
         check: refuses what this many processes cannot do with it.
         alone: it takes CONFIG alone, and is one process.
+        actors: that a configuration has it start by itself, a core each; None: none.
     """
 
     load: Callable[[Path, Sequence[str], str], Any]
     check: Callable[[Any, int], None]
     alone: bool = False
+    actors: Callable[[Any], int] | None = None
 
 
 def _load(file: Path, changes: Sequence[str], name: str) -> Any:
@@ -93,11 +95,17 @@ def _load_grpo(file: Path, changes: Sequence[str], name: str) -> Any:
 
 
 def _check_alone(config: Any, processes: int) -> None:
-    if processes > 1:
+    if processes > 1 and not _placed(config):
         raise NotSubmitted(f"{config.recipe} in {processes} processes.", remedy="--nodes 1 and one process on it")
 
 
-COMMANDS = dict.fromkeys(RECIPES, Command(_load, _check)) | {"grpo": Command(_load_grpo, _check_alone, alone=True)}
+def _placed(config: Any) -> int:
+    return 0 if config.placement is None else int(config.placement.cpus or config.placement.processes)
+
+
+COMMANDS = dict.fromkeys(RECIPES, Command(_load, _check)) | {
+    "grpo": Command(_load_grpo, _check_alone, alone=True, actors=_placed)
+}
 
 
 # ---------------------------------------------------------------------- bestiary submit
@@ -167,6 +175,7 @@ def _submit(args: argparse.Namespace) -> dict[str, Any]:
     share = args.gpus_per_node or args.processes_per_node or 1
     place = Placement(args.nodes * share, args.nodes, int(args.gpus_per_node is not None), args.cores)
     command.check(config, place.processes)
+    actors = 0 if command.actors is None else command.actors(config)
     run = Submission(
         command=name,
         config=config.model_dump(mode="json"),
@@ -175,6 +184,7 @@ def _submit(args: argparse.Namespace) -> dict[str, Any]:
         modules=args.module,
         environment=_variables(args.env),
         alone=command.alone,
+        reserves=not actors,
     )
     quiet = args.json == "-"
     address = _given(args.address)
@@ -186,8 +196,9 @@ def _submit(args: argparse.Namespace) -> dict[str, Any]:
             remedy="--address or RAY_ADDRESS of a cluster (ray start --head makes one), or leave --detach out",
         )
     _say(f"no cluster is named: {args.nodes} node(s) on this machine, until the run ends", quiet)
+    cores = max(share * args.cores, -(-actors // args.nodes))
     with (
-        local_cluster(args.nodes, share * args.cores, share if args.gpus_per_node else 0) as here,
+        local_cluster(args.nodes, cores, share if args.gpus_per_node else 0) as here,
         _noted(run.out, here),
     ):
         return _run(Jobs(here), run, quiet=quiet, detach=False, ours=True)

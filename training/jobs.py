@@ -46,7 +46,8 @@ class Submission:
         modules: files and folders that the configuration names by `module:name`; every process can import them.
         environment: of every process.
         stop_s: what a stopped run is given for its step and checkpoint before it is killed.
-        alone: the command knows nothing of actors and trains in the one process of the job, on the cluster's head.
+        alone: the command takes its file and nothing else, and is the one process of the job.
+        reserves: of one alone: it computes there, with the cores and GPUs of `place`; else in actors that it starts.
     """
 
     command: str
@@ -57,6 +58,7 @@ class Submission:
     environment: Mapping[str, str] = field(default_factory=dict)
     stop_s: float = 600.0
     alone: bool = False
+    reserves: bool = True
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class Jobs:
                     f"out = {run.out} is in the hands of {job.id}, which is {job.status}.",
                     remedy=f"bestiary jobs stop {job.id}, or bestiary jobs logs {job.id} --follow, or another out",
                 )
+        computes = run.alone and run.reserves
         name = f"{run.out.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         with tempfile.TemporaryDirectory(prefix="bestiary-job-") as folder:
             _pack(Path(folder), run)
@@ -127,8 +130,8 @@ class Jobs:
                         "env_vars": {**run.environment, "RAY_JOB_STOP_WAIT_TIME_S": str(int(run.stop_s))},
                     },
                     metadata={_COMMAND: run.command, _OUT: str(run.out)},
-                    entrypoint_num_cpus=run.place.cores if run.alone else 0,
-                    entrypoint_num_gpus=(run.place.gpus or 0) if run.alone else 0,
+                    entrypoint_num_cpus=run.place.cores if computes else 0,
+                    entrypoint_num_gpus=(run.place.gpus or 0) if computes else 0,
                 )
 
     def _started(self, **job: Any) -> str:

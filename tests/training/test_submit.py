@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -261,3 +262,36 @@ def test_a_command_that_is_one_process_is_submitted_without_actors(tmp_path, cap
     assert config.data.sources[0].files == str(tmp_path / "sums.jsonl")
     run_ = Submission("grpo", config.model_dump(mode="json"), config.out, Placement(1, 1), alone=command.alone)
     assert jobs_module._entry(run_).endswith('grpo "$config" ')
+
+
+def test_a_run_that_starts_its_own_actors_leaves_them_the_cores(tmp_path, monkeypatch):
+    """Also on more nodes than one: the job itself takes nothing, and a cluster of this machine has room for them."""
+    content = {
+        "recipe": "grpo",
+        "model": {"src": "model"},
+        "data": {
+            "tokenizer": {"src": "model"},
+            "sources": [{"name": "sums", "files": "sums.jsonl", "kind": "prompt"}],
+        },
+        "rewards": {"functions": [{"name": "right", "function": "my_rewards:right"}]},
+        "loop": {"steps": 1},
+        "placement": {"policy": 2, "rollout": 2, "nodes": 2},
+        "out": str(tmp_path / "out"),
+    }
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    made, given = [], []
+
+    @contextmanager
+    def cluster(*sizes):
+        made.append(sizes)
+        yield "here"
+
+    client = SimpleNamespace(submit_job=lambda **job: given.append(job) or "it")
+    jobs = SimpleNamespace(_client=client, address="here", listed=list, _check_room=lambda place: None)
+    jobs._started = lambda **job: Jobs._started(jobs, **job)
+    monkeypatch.setattr(jobs_module, "local_cluster", cluster)
+    monkeypatch.setattr(jobs_module, "Jobs", lambda address: jobs)
+    monkeypatch.setattr(submit_commands, "_run", lambda found, run, **_: {"job": Jobs.submit(found, run)})
+    assert cli.main(["submit", str(tmp_path / "run.json"), "--nodes", "2"]) == 0
+    assert made == [(2, 3, 0)]  # 6 processes at most: policy 2, rollout 2, reference and reward
+    assert (given[0]["entrypoint_num_cpus"], given[0]["entrypoint_num_gpus"]) == (0, 0)
