@@ -18,12 +18,11 @@ SOURCE = ROOT / "out" / "site-source" / "bestiary"
 MARK = "<!-- every message: written when the site is built -->"
 
 
-def on_config(config: Any) -> Any:
-    """Lays the folders out as the packages that they are."""
+def on_startup(**_: Any) -> None:
+    """Lays the folders out as the packages that they are, before anybody looks whether they are there."""
     shutil.rmtree(SOURCE, ignore_errors=True)
     for portion in PORTIONS:
         shutil.copytree(ROOT / portion, SOURCE / portion, ignore=shutil.ignore_patterns("__pycache__"))
-    return config
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
