@@ -36,7 +36,7 @@ demo-rl-real: .venv/.stamp-demo ## the same on the real Gemma 3 270M with LoRA, 
 test: .venv/.stamp-dev .venv/.stamp-tokenizers ## the whole test suite, one process a core (SELECT="-k word" narrows it, WORKERS=0: this process alone)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(SELECT)
 
-test-fast: .venv/.stamp-dev .venv/.stamp-tokenizers ## of each test that is not slow one case: two minutes on two cores
+test-fast: .venv/.stamp-dev .venv/.stamp-tokenizers ## of each test that is not slow one case (four and a half minutes on two cores)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --fast $(SELECT)
 
 verify: .venv/.stamp-dev ## families whose record in ports/ is missing or old at every level, the others through V0–V2
