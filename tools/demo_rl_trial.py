@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 from bestiary.kernels.errors import BestiaryError
 from bestiary.tools.arguments import write_json
 from bestiary.tools.demo_rl_rewards import right
-from bestiary.tools.demo_steps import NUMERIC, StepFailed
+from bestiary.tools.demo_steps import NUMERIC, LineWatcher, StepFailed
 from bestiary.training.plot import draw, read_runs
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from bestiary.training.tracking import RunInfo
 
 Row = dict[str, str]
 
@@ -110,7 +109,7 @@ class Trial:
         )
 
 
-class Watcher:
+class Watcher(LineWatcher):
     """A tracker that shows each step in a line, and keeps rewards and mismatches.
 
     Args:
@@ -118,15 +117,10 @@ class Watcher:
     """
 
     def __init__(self, describe: Callable[[str], None]) -> None:
-        self.describe = describe
-        self.steps = 0
+        super().__init__(describe)
         self.rewards: list[float] = []
         self.mismatches: list[float] = []
         self.seconds = 0.0
-
-    def start(self, run: RunInfo) -> None:
-        """Learn how many steps there are."""
-        self.steps = run.steps
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Show and keep."""
@@ -138,9 +132,6 @@ class Watcher:
         self.mismatches.append(values["rl/mismatch_mean"])
         self.seconds += values["rl/round_s"]
         self.describe(f"round {len(self.rewards)}, reward {reward:.2f}")
-
-    def close(self) -> None:
-        """Nothing is left."""
 
     def ends(self, edge: int) -> tuple[float, float]:
         """Mean reward of the first rounds, so many, and of the last ones."""

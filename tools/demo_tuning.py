@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from bestiary.kernels.errors import BestiaryError
 from bestiary.tools import stdlib_text
-from bestiary.tools.demo_steps import Step, StepFailed, megabytes
+from bestiary.tools.demo_steps import LineWatcher, Step, StepFailed, megabytes
 
 if TYPE_CHECKING:
     from bestiary.training.config import RunConfig
-    from bestiary.training.tracking import RunInfo
 
 NEEDS = {"yaml": "data", "pyarrow": "data", "fsspec": "data", "peft": "peft"}
 """Packages of the fine-tuning, and the extra that brings each."""
@@ -56,7 +55,7 @@ class Tuning:
     lr: float = 5e-4
 
 
-class Watcher:
+class Watcher(LineWatcher):
     """A tracker that shows the line of each step, and keeps speeds and evaluations.
 
     Args:
@@ -64,15 +63,10 @@ class Watcher:
     """
 
     def __init__(self, describe: Callable[[str], None]) -> None:
-        self.describe = describe
-        self.steps = 0
+        super().__init__(describe)
         self.held_out: list[float] = []
         self.losses: list[float] = []
         self.speeds: list[float] = []
-
-    def start(self, run: RunInfo) -> None:
-        """Learn how many steps there are."""
-        self.steps = run.steps
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Show and keep."""
@@ -83,9 +77,6 @@ class Watcher:
         for name, figures in kept.items():
             if name in values:
                 figures.append(values[name])
-
-    def close(self) -> None:
-        """Nothing is left."""
 
 
 def check_packages() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from bestiary.bridges import Bridge, registered_bridges
 from bestiary.kernels.errors import BestiaryError
+from bestiary.tools.marked import between
 from bestiary.tools.port.state import ACCEPTANCE, CARD, GROUP, KILLS, checkout
 from bestiary.verify.api import verify_several
 from bestiary.verify.gates import GATE_VERSION
@@ -175,11 +176,7 @@ def with_table(readme: str, known: dict[str, Record]) -> str:
     Raises:
         NotAccepted: the marks are gone.
     """
-    head, start, rest = readme.partition(START)
-    _, end, tail = rest.partition(END)
-    if not start or not end:
-        raise NotAccepted(f"README.md has no {START} or no {END}.", remedy="put both lines back")
-    return "\n".join([head + START, "", *table(known), "", END + tail])
+    return between(readme, START, END, table(known), error=NotAccepted)
 
 
 def summary(known: dict[str, Record]) -> str:

@@ -24,7 +24,7 @@ from bestiary.bridges.fields import FLOAT_TYPES
 from bestiary.models import AutoDecoder, Decoder
 from bestiary.training.checkpoint import Checkpoints, saved_steps, seed_all
 from bestiary.training.components import component
-from bestiary.training.config import CommonConfig, RolloutSection, RunConfig
+from bestiary.training.config import CommonConfig, ParallelSection, RolloutSection, RunConfig
 from bestiary.training.control import Control, Interruption, named_failures
 from bestiary.training.data.config import DataConfig
 from bestiary.training.data.fingerprint import Fingerprint
@@ -129,15 +129,7 @@ def prepare(
 ) -> tuple[Trainer, Checkpoints, BaseHFModelTokenizer]:
     """Everything that a run needs, made and checked, and nothing trained yet."""
     check_folder(config)
-    parallel = config.parallel
-    mesh = build_mesh(
-        replicate=parallel.replicate,
-        shard=parallel.shard,
-        context=parallel.context,
-        tensor=parallel.tensor,
-        expert=parallel.expert,
-        device_type=here.device.type,
-    )
+    mesh = mesh_of(config.parallel, here)
     data = data_parallel(mesh)
     seed_all(config.loop.seed, 0, 0)  # fresh adapters and heads are the same in every process
     model = load_model(config, here, mesh)
@@ -210,6 +202,18 @@ def prepare(
 
 
 # ---------------------------------------------------------------------- parts
+
+
+def mesh_of(section: ParallelSection, here: Processes) -> DeviceMesh:
+    """The processes as the section `parallel` arranges them; every process calls it at once."""
+    return build_mesh(
+        replicate=section.replicate,
+        shard=section.shard,
+        context=section.context,
+        tensor=section.tensor,
+        expert=section.expert,
+        device_type=here.device.type,
+    )
 
 
 def load_model(config: CommonConfig, here: Processes, mesh: DeviceMesh) -> Decoder:

@@ -1,9 +1,6 @@
 """`bestiary grpo` on Ray, one process of every role killed on the way: nothing is lost, doubled or changed by it."""
 
-import os
-
 import pytest
-import ray
 import torch
 
 from bestiary.models import AutoDecoder
@@ -11,15 +8,9 @@ from bestiary.tools import chaos
 from bestiary.training.rl.config import load_grpo_config
 from bestiary.training.rl.grpo import run
 
+from ..training.ray_session import session as session  # the fixture
+
 ROUNDS = chaos.FIRST + len(chaos.ROLES) + 1
-
-
-@pytest.fixture(scope="module")
-def session():
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 def weights(out):

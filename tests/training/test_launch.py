@@ -18,6 +18,7 @@ from bestiary.training.launch import launch
 from bestiary.training.processes import processes
 from bestiary.training.run import run
 
+from .ray_session import session as session  # the fixture
 from .test_run import metrics
 from .test_run import place as place  # the fixture
 
@@ -96,15 +97,6 @@ def test_figures_that_come_late_are_not_lost():
     assert seen == []
     told.relay(0.1)
     assert (seen, len(asked)) == ([(1, {"loss": 2.0})], 1)
-
-
-@pytest.fixture(scope="module")
-def session():
-    """One on this machine, without its dashboard."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 class At:

@@ -240,8 +240,8 @@ def test_the_exit_code_is_that_of_the_command_in_the_job(tmp_path, capsys, statu
     assert ("no such file" in capsys.readouterr().out) == (status == "failed" and code is None)
 
 
-def test_a_command_that_is_one_process_is_submitted_without_actors(tmp_path, capsys):
-    """`grpo` takes its file alone; more processes than it has are refused before anything starts."""
+def grpo_file(folder, **more):
+    """A run's file of `grpo`; its checkpoint and data are never read."""
     content = {
         "recipe": "grpo",
         "model": {"src": "model"},
@@ -251,10 +251,16 @@ def test_a_command_that_is_one_process_is_submitted_without_actors(tmp_path, cap
         },
         "rewards": {"functions": [{"name": "right", "function": "my_rewards:right"}]},
         "loop": {"steps": 1},
-        "out": str(tmp_path / "out"),
+        "out": str(folder / "out"),
     }
-    file = tmp_path / "run.json"
-    file.write_text(json.dumps(content))
+    file = folder / "run.json"
+    file.write_text(json.dumps(content | more))
+    return file
+
+
+def test_a_command_that_is_one_process_is_submitted_without_actors(tmp_path, capsys):
+    """`grpo` takes its file alone; more processes than it has are refused before anything starts."""
+    file = grpo_file(tmp_path)
     assert cli.main(["submit", str(file), "--nodes", "2"]) == 7
     assert "grpo in 2 processes" in capsys.readouterr().err
     command = submit_commands.COMMANDS["grpo"]
@@ -266,19 +272,7 @@ def test_a_command_that_is_one_process_is_submitted_without_actors(tmp_path, cap
 
 def test_a_run_that_starts_its_own_actors_leaves_them_the_cores(tmp_path, monkeypatch):
     """Also on more nodes than one: the job itself takes nothing, and a cluster of this machine has room for them."""
-    content = {
-        "recipe": "grpo",
-        "model": {"src": "model"},
-        "data": {
-            "tokenizer": {"src": "model"},
-            "sources": [{"name": "sums", "files": "sums.jsonl", "kind": "prompt"}],
-        },
-        "rewards": {"functions": [{"name": "right", "function": "my_rewards:right"}]},
-        "loop": {"steps": 1},
-        "placement": {"policy": 2, "rollout": 2, "nodes": 2},
-        "out": str(tmp_path / "out"),
-    }
-    (tmp_path / "run.json").write_text(json.dumps(content))
+    file = grpo_file(tmp_path, placement={"policy": 2, "rollout": 2, "nodes": 2})
     made, given = [], []
 
     @contextmanager
@@ -292,6 +286,6 @@ def test_a_run_that_starts_its_own_actors_leaves_them_the_cores(tmp_path, monkey
     monkeypatch.setattr(jobs_module, "local_cluster", cluster)
     monkeypatch.setattr(jobs_module, "Jobs", lambda address: jobs)
     monkeypatch.setattr(submit_commands, "_run", lambda found, run, **_: {"job": Jobs.submit(found, run)})
-    assert cli.main(["submit", str(tmp_path / "run.json"), "--nodes", "2"]) == 0
+    assert cli.main(["submit", str(file), "--nodes", "2"]) == 0
     assert made == [(2, 3, 0)]  # 6 processes at most: policy 2, rollout 2, reference and reward
     assert (given[0]["entrypoint_num_cpus"], given[0]["entrypoint_num_gpus"]) == (0, 0)

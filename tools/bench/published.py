@@ -17,6 +17,7 @@ from bestiary.kernels.errors import BestiaryError
 from bestiary.tools.arguments import Parser, write_json
 from bestiary.tools.bench.__main__ import cases_of
 from bestiary.tools.bench.goals import GOALS, Target
+from bestiary.tools.marked import between
 
 FILE = Path("docs") / "benchmarks.json"
 SCHEMA = "bestiary.benchmarks/1"
@@ -123,11 +124,7 @@ def with_table(readme: str, published: Mapping[str, Any]) -> str:
     Raises:
         NotPublishable: the marks are gone.
     """
-    head, start, rest = readme.partition(START)
-    _, end, tail = rest.partition(END)
-    if not start or not end:
-        raise NotPublishable(f"README.md has no {START} or no {END}.", remedy="put both lines back")
-    return "\n".join([head + START, "", *table(published), "", END + tail])
+    return between(readme, START, END, table(published), error=NotPublishable)
 
 
 def read(root: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from bestiary.training.loop import Trainer
 from bestiary.training.memory import PeakMemory
 from bestiary.training.metrics import Throughput
 from bestiary.training.optim import Optimisers
-from bestiary.training.parallel import build_mesh, clip_grad_norm, data_parallel
+from bestiary.training.parallel import clip_grad_norm, data_parallel
 from bestiary.training.peaks import device_peak
 from bestiary.training.processes import Processes, processes
 from bestiary.training.rl.config import GrpoConfig, RewardSection
@@ -61,6 +61,7 @@ from bestiary.training.run import (
     check_tokenizer,
     load_model,
     load_other,
+    mesh_of,
     note,
 )
 from bestiary.training.tracking import RunInfo, Tracker, trackers
@@ -286,14 +287,8 @@ def local_policy(
     """
     check_folder(config)
     memory = memory or PeakMemory(here.device)
-    parallel, loop, recipe = config.parallel, config.loop, config.gradient
-    mesh = build_mesh(
-        replicate=parallel.replicate,
-        shard=parallel.shard,
-        tensor=parallel.tensor,
-        expert=parallel.expert,
-        device_type=here.device.type,
-    )
+    loop, recipe = config.loop, config.gradient
+    mesh = mesh_of(config.parallel, here)
     data = data_parallel(mesh)
     seed_all(loop.seed, 0, 0)  # fresh adapters are the same in every process
     model = load_model(config, here, mesh)
@@ -376,14 +371,7 @@ def reference_of(config: GrpoConfig, policy: LocalPolicy, here: Processes) -> Fr
         return None
     if named == ADAPTERS_OFF:
         return LocalFrozen(policy.model, policy.room, without_adapters=True)
-    parallel = config.parallel
-    mesh = build_mesh(
-        replicate=parallel.replicate,
-        shard=parallel.shard,
-        tensor=parallel.tensor,
-        expert=parallel.expert,
-        device_type=here.device.type,
-    )
+    mesh = mesh_of(config.parallel, here)
     return LocalFrozen(load_other(config, named, here, mesh).requires_grad_(False).eval(), policy.room)
 
 

@@ -15,7 +15,7 @@ from bestiary.training.errors import InvalidRun, RoleLost
 from bestiary.training.rl.buckets import BUCKET_BYTES, buckets
 from bestiary.training.rl.groups import Group, Members
 from bestiary.training.rl.rollout import Rollout, Sampling
-from bestiary.training.rl.rollout_check import StaleWeights
+from bestiary.training.rl.versioned import Versioned
 from bestiary.training.rl.weight_sync import Answered, Shapes, SyncFailed
 
 
@@ -33,7 +33,7 @@ class EngineFacts:
     context: int
 
 
-class RemoteEngine:
+class RemoteEngine(Versioned):
     """A `WeightReceiver` over the processes of a rollout group, each with an engine of the same checkpoint.
 
     It travels: a policy in other processes sends its weights from there, each bucket once into the object store, from
@@ -58,27 +58,7 @@ class RemoteEngine:
         self.members, self.facts, self.bucket_bytes = members, facts[0], bucket_bytes
         self.shapes, self.dtype, self.context = facts[0].shapes, facts[0].dtype, facts[0].context
         self.answered: Answered | None = None
-        self._version: int | None = None
-
-    @property
-    def version(self) -> int:
-        """Of the weights that the last sync brought.
-
-        Raises:
-            SyncFailed: it failed, or there was none since an engine was started.
-            StaleWeights: on setting, when it is another: a version comes with weights.
-        """
-        if self._version is None:
-            raise SyncFailed("the rollout engines have weights of no version.", remedy="sync them")
-        return self._version
-
-    @version.setter
-    def version(self, value: int) -> None:
-        if value != self.version:
-            raise StaleWeights(
-                f"the engines have weights of version {self.version} and are told {value}.",
-                remedy="weight_sync.sync after every optimiser step",
-            )
+        super().__init__(None)
 
     def synced(self, version: int | None, answered: Answered | None = None) -> None:
         """What a sync that was made elsewhere came to; None: nothing, or an engine is new."""

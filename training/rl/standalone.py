@@ -12,11 +12,11 @@ from bestiary.bridges.errors import KeyMismatch
 from bestiary.models import AutoDecoder
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.rollout import Rollout, Sampling
-from bestiary.training.rl.rollout_check import StaleWeights
+from bestiary.training.rl.versioned import Versioned
 from bestiary.training.rl.weight_sync import Answered, Shapes, SyncFailed, checksum_of
 
 
-class StandaloneEngine:
+class StandaloneEngine(Versioned):
     """A `RolloutEngine` and `WeightReceiver`, as `EmbeddedEngine` samples, whose weights come by `weight_sync.sync`.
 
     Every value can be read back, so a sync is verified to the last bit.
@@ -42,33 +42,11 @@ class StandaloneEngine:
     ) -> None:
         self._model = AutoDecoder.from_pretrained(folder, dtype=dtype, device=device)
         self._engine = EmbeddedEngine(self._model, rows=rows)
-        self._version = version
+        super().__init__(version)
         self.dtype: torch.dtype = next(self._model.parameters()).dtype
         self.shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in self._model.named_hf_tensors()}
         self.answered: Answered | None = None
         self.context = self._model.decoder_config.max_position_embeddings
-
-    @property
-    def version(self) -> int:
-        """Of the weights that the last sync brought.
-
-        Raises:
-            SyncFailed: it failed, or there was none.
-            StaleWeights: on setting, when it is another: a version comes with weights.
-        """
-        if self._version is None:
-            raise SyncFailed(
-                "this engine has no weights of any version: its last sync failed, or there was none.", remedy="sync it"
-            )
-        return self._version
-
-    @version.setter
-    def version(self, value: int) -> None:
-        if value != self.version:
-            raise StaleWeights(
-                f"the engine has weights of version {self.version} and is told {value}.",
-                remedy="weight_sync.sync after every optimiser step",
-            )
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keys: Sequence[object] | None = None

@@ -31,7 +31,7 @@ from bestiary.kernels.errors import BestiaryError
 from bestiary.training.errors import InvalidRun
 from bestiary.training.integrations.needs import MissingLibrary
 from bestiary.training.rl.rollout import Finish, Rollout, Sampling, check_prompts, seed_of
-from bestiary.training.rl.rollout_check import StaleWeights
+from bestiary.training.rl.versioned import Versioned
 from bestiary.training.rl.vllm_reload import reload
 from bestiary.training.rl.weight_sync import Answered, Shapes, SyncFailed, checksum_of
 
@@ -52,7 +52,7 @@ class EngineFailed(BestiaryError):
     """
 
 
-class VllmEngine:
+class VllmEngine(Versioned):
     """A `RolloutEngine` and `WeightReceiver` on vLLM's `LLM`.
 
     The process also trains, so what vLLM changes in it is put back: environment, `torch.set_num_threads`, and the
@@ -103,33 +103,13 @@ class VllmEngine:
                     kv_cache_memory_bytes=cache_bytes,
                     **{"enforce_eager": True, **options},
                 )
-            self._version: int | None = version
+            super().__init__(version)
             tied = self._llm.model_config.hf_text_config.to_dict().get("tie_word_embeddings") is True
             stored = {name: tuple(info.shape) for name, info in files.infos.items()}
             self.shapes: Shapes = {name: shape for name, shape in stored.items() if not (tied and _is_head(name))}
             self.readable = frozenset(name for name in self.shapes if self._reads_as(files, name))
         self.context = int(self._llm.model_config.max_model_len)
         self._vocab = int(self._llm.model_config.get_vocab_size())
-
-    @property
-    def version(self) -> int:
-        """Of the weights that the last sync brought.
-
-        Raises:
-            SyncFailed: the last one failed.
-            StaleWeights: on setting, when it is another: a version comes with weights.
-        """
-        if self._version is None:
-            raise SyncFailed("the last sync of this engine failed: its weights have no version.", remedy="sync it")
-        return self._version
-
-    @version.setter
-    def version(self, value: int) -> None:
-        if value != self.version:
-            raise StaleWeights(
-                f"the engine has weights of version {self.version} and is told {value}.",
-                remedy="weight_sync.sync after every optimiser step",
-            )
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keys: Sequence[object] | None = None

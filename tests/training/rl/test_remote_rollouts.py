@@ -10,7 +10,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-import ray
 
 from bestiary.training.errors import InvalidRun, RoleLost
 from bestiary.training.integrations.needs import MissingLibrary
@@ -23,17 +22,10 @@ from bestiary.training.rl.standalone import StandaloneEngine
 from bestiary.training.rl.weight_sync import SyncFailed, sync
 from bestiary.training.rl.workers import RolloutWorker
 
+from ..ray_session import session as session  # the fixture
 from .small_checkpoint import PROMPTS, small, stored
 
 SAMPLING = Sampling(max_tokens=6, temperature=1.3, stop_ids=(3, 40, 90), n=2, seed=4)
-
-
-@pytest.fixture(scope="module")
-def session():
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

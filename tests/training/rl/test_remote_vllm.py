@@ -8,7 +8,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-import ray
 import torch
 
 from bestiary.models import AutoDecoder, Qwen3
@@ -21,15 +20,8 @@ from bestiary.training.rl.weight_sync import sync
 from bestiary.training.rl.workers import RolloutWorker
 from bestiary.verify.weights import perturb
 
+from ..ray_session import session as session  # the fixture
 from .test_vllm_engine import PROMPTS, SAMPLING, small
-
-
-@pytest.fixture(scope="module")
-def session():
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.mark.slow

@@ -6,27 +6,19 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import ray
 
 from bestiary.training.config import load_run_config
 from bestiary.training.errors import InvalidRun
 from bestiary.training.rl.student_engines import StudentEngines
 from bestiary.training.run import answering, dist, run
 
+from ..ray_session import session as session  # the fixture
 from ..test_run import metrics
 from ..test_run import place as place  # the fixture
 from ..test_run_recipes import ON_POLICY, changes
 from ..test_run_recipes import files as files
 
 EXACT = [*ON_POLICY, "precision.parameters=float64", "loop.timeout_s=200"]
-
-
-@pytest.fixture(scope="module")
-def session():
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.mark.slow

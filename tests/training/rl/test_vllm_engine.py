@@ -335,5 +335,5 @@ def engine_tensors(model):
 
 
 def refuses(engine):
-    with pytest.raises(SyncFailed, match="last sync of this engine failed"):
+    with pytest.raises(SyncFailed, match="no weights of any version: its last sync failed"):
         engine.generate(PROMPTS, SAMPLING)
