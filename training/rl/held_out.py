@@ -9,7 +9,7 @@ from typing import Any
 from bestiary.training.rl.assess import reward_figures
 from bestiary.training.rl.records import Trajectory
 from bestiary.training.rl.roles import Prompt
-from bestiary.training.rl.rollout import Sampling, seed_of
+from bestiary.training.rl.rollout import Sampling
 
 
 @dataclass
@@ -35,10 +35,10 @@ class HeldOut:
     worse: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        # A name of their own, should a row be trained on as well.
+        # A name of their own, and with it seeds of their own, should a row be trained on as well.
         renamed = [replace(one, prompt_id=f"held out: {one.prompt_id}") for one in self.prompts]
         self.by_name: dict[str, Prompt] = {one.prompt_id: one for one in renamed}
-        self.sampling = replace(self.sampling, n=self.n, seed=seed_of(self.sampling.seed, "held out"))
+        self.sampling = replace(self.sampling, n=self.n)
 
     def due(self, made: int, *, last: bool) -> bool:
         """Whether a pass follows so many rounds."""

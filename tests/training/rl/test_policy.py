@@ -12,6 +12,7 @@ from bestiary.training.control import Control
 from bestiary.training.errors import Diverged, InvalidRun
 from bestiary.training.rl.algorithms import named
 from bestiary.training.rl.embedded import EmbeddedEngine
+from bestiary.training.rl.packing import pack
 from bestiary.training.rl.policy import LocalFrozen, Room
 from bestiary.training.rl.records import Experience, Trajectory
 from bestiary.training.rl.rollout import Sampling
@@ -52,6 +53,21 @@ def test_a_step_is_the_same_in_one_call_and_in_many(algorithm):
     assert figures["loss"] == pytest.approx(one["loss"], rel=1e-12)
     for (name, ours), theirs in zip(weights(whole).items(), weights(parts).values(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo"])  # of sequences, and of tokens
+def test_the_gradient_of_a_step_is_that_of_the_mean_over_its_units(algorithm):
+    """Also where no optimiser and no clipping would tell another divisor."""
+    made, plain = policy(algorithm=algorithm), policy(algorithm=algorithm)
+    given = sampled_by(made.model)
+    recipe = plain.trainer.recipe
+    batches = [recipe.batch(each) for each in pack(given, 64, 0)]
+    units = sum(recipe.count(batch) for batch in batches)
+    assert units > 1
+    (sum(recipe.loss(plain.model, batch).total for batch in batches) / units).backward()
+    norm = torch.stack([one.grad.square().sum() for one in plain.model.parameters() if one.grad is not None]).sum()
+    made.forward_backward(given)
+    assert made.optim_step()["grad_norm"] == pytest.approx(float(norm.sqrt()), rel=1e-9)
 
 
 def test_a_resumed_policy_is_the_one_that_was_saved(tmp_path):
