@@ -107,6 +107,16 @@ def test_every_block_says_what_it_is() -> None:
     assert odd == set()
 
 
+def test_every_cell_of_the_comparison_says_where_it_was_read() -> None:
+    """A link, or a command of ours."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    part = text.partition("## Compared with others")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split(" | ") for line in part.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 5
+    assert {len(row) for row in rows} == {8}
+    assert [cell for row in rows for cell in row[1:] if not re.search(r"\]\(\S+\)|`.+`", cell)] == []
+
+
 def test_every_fence_is_found() -> None:
     """An indented or unclosed fence would hide what stands in it."""
     for page in PAGES:
