@@ -87,13 +87,16 @@ def load_fallback(
         location = str(folder)
         if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file():
             options: dict[str, Any] = {"dtype": dtype, "device": device, "native": native}
-            return load_fallback(_base(folder, lora), lora=folder, trust_remote_code=trust_remote_code, **options)
+            base, base_revision = _base(folder, lora)
+            options |= {"revision": base_revision, "trust_remote_code": trust_remote_code}
+            return load_fallback(base, lora=folder, **options)
         check_source(read_config(folder), str(folder / CONFIG), trust_remote_code=trust_remote_code)
+    commit = revision if folder is None else None if local.is_dir() else commit_of(folder)
     json: dict[str, Any] | None = None
     model, unexpected = _load(location, asked, revision if folder is None else None, trust_remote_code)
     model = model.to(device).eval()
     if isinstance(lora, LoRAConfig):
-        json = adapters.adapter_config(model, lora)
+        json = {**adapters.adapter_config(model, lora), "revision": commit}
         adapters.inject(model, json, dtype=lora.dtype or model.dtype)
     elif lora is not None:
         adapter_folder, json, _ = adapters.read_folder(lora, None)
@@ -102,6 +105,7 @@ def load_fallback(
         adapters.inject(model, json, dtype=stored if wider else model.dtype)
         adapters.fill(model, adapter_folder)
     wrapped = HFDecoder(model.eval(), head=find_head(model), adapter=json, name_or_path=str(src))
+    wrapped.revision = commit
     wrapped.notes = tuple(_notes(model.config.model_type, native, unexpected))
     warnings.warn(f"{src} runs on the fallback backend:\n{wrapped.fallback_report()}", FallbackWarning, stacklevel=4)
     return wrapped
@@ -167,20 +171,21 @@ def _load(
     return model, sorted(info["unexpected_keys"])
 
 
-def _base(folder: Path, lora: Any) -> str:
-    """The base model that an adapter folder names."""
+def _base(folder: Path, lora: Any) -> tuple[str, str | None]:
+    """The base model that an adapter folder names, and its revision on the hub, if it names one."""
     if lora is not None:
         raise UnsupportedLoad(
             f"lora = {lora!r} beside a source that is an adapter itself.", remedy="give the base model, or no lora"
         )
-    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    json = read_json(folder / ADAPTER_CONFIG)
+    base, revision = json.get("base_model_name_or_path"), json.get("revision")
     if not isinstance(base, str) or not base:
         raise UnsupportedLoad(
             f"base_model_name_or_path = {base!r} names no base.",
             read_from=str(folder / ADAPTER_CONFIG),
             remedy="load the base with lora=FOLDER",
         )
-    return base
+    return base, revision if isinstance(revision, str) and revision else None
 
 
 def _notes(model_type: str, native: frozenset[str], unexpected: list[str]) -> list[str]:

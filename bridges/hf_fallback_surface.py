@@ -25,6 +25,7 @@ class HFSurface:
     ignored_arguments: ClassVar[frozenset[str]] = TrainerProtocol.ignored_arguments
 
     name_or_path: str = ""
+    revision: str | None = None
     model_tags: list[str] | None = None
 
     @property

@@ -25,7 +25,7 @@ from bestiary.bridges.errors import (
     UnsupportedModelType,
 )
 from bestiary.bridges.fields import FLOAT_TYPES
-from bestiary.bridges.hub import CONFIG, GENERATION, resolve
+from bestiary.bridges.hub import CONFIG, GENERATION, commit_of, resolve
 from bestiary.bridges.mxfp4 import dequantize
 from bestiary.bridges.peft_import import read_adapter, scored_by
 from bestiary.bridges.pieces import HubTensor, Piece
@@ -129,6 +129,7 @@ def load_checkpoint(
 def remember(model: Decoder, folder: Path, json: Mapping[str, Any], name: str) -> None:
     """What an export of `model` carries on from the checkpoint in `folder` with the config `json`."""
     model.name_or_path = name
+    model.revision = None if Path(name).expanduser().is_dir() else commit_of(folder)
     model.hf_config_json = copy.deepcopy(dict(json))
     model.hf_generation_config_json = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else None
 

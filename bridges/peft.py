@@ -138,6 +138,7 @@ def save_adapter(bridge: Bridge, model: Decoder, path: Path, *, overwrite: bool 
     parameters = {f"{hf_module(bridge, owner)}.{leaf}" for owner, _, leaf in split}
     config = peft_json(
         base=model.name_or_path or None,
+        revision=model.revision,
         r=r,
         alpha=alpha,
         dropout=0.0 if on_parameters else lora.dropout,

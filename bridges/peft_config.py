@@ -47,7 +47,7 @@ _FIELDS: Mapping[str, tuple[tuple[Any, ...] | None, str]] = {
     "layer_replication": (_OFF, "it changes the number of layers"),
     "megatron_config": (_OFF, "it is for another implementation of the model"),
     "loftq_config": (_OFF, "it quantises the base"),
-    **dict.fromkeys(("auto_mapping", "inference_mode", "revision", "runtime_config"), (_ANY, "of no forward pass")),
+    **dict.fromkeys(("auto_mapping", "inference_mode", "runtime_config"), (_ANY, "of no forward pass")),
     **dict.fromkeys(("megatron_core", "qalora_group_size"), (_ANY, "a detail of something that is off")),
     **dict.fromkeys(("eva_config", "corda_config", "lora_ga_config"), (_ANY, _START)),
     **dict.fromkeys(_VARIANTS, (_OFF, "a variant whose forward pass or weights are not plain LoRA")),
@@ -65,7 +65,7 @@ class PeftConfig:
         exclude_modules: what modules carry none, written in the same two ways.
         layers: indices that `target_modules` is restricted to; None for all.
         layers_pattern: regular expressions of the name before the index; () for any.
-        base: name or path of the model it was trained on, or None.
+        base: name or path of the model it was trained on, or None.   revision: of a base on the hub; None: its newest.
         scores: whether a score head was trained beside the adapters, and is in the folder.
         version: of the peft that wrote it, (major, minor); () where it is not stated, as before 0.18.
         source: the file.
@@ -84,6 +84,7 @@ class PeftConfig:
     layers_pattern: tuple[str, ...]
     version: tuple[int, ...]
     base: str | None
+    revision: str | None
     source: str
     scores: bool = False
 
@@ -146,6 +147,7 @@ def parse_peft_config(json: Mapping[str, Any], *, source: str) -> PeftConfig:
         layers_pattern=reader.layers_pattern(),
         version=reader.version(),
         base=reader.take("base_model_name_or_path", str, "") or None,
+        revision=reader.take("revision", str, "") or None,
         source=source,
         scores=reader.scores(),
     )
@@ -161,6 +163,7 @@ def parse_peft_config(json: Mapping[str, Any], *, source: str) -> PeftConfig:
 def peft_json(
     *,
     base: str | None,
+    revision: str | None = None,
     r: int,
     alpha: float,
     dropout: float,
@@ -181,7 +184,7 @@ def peft_json(
         "peft_version": LAYOUT_VERSION,
         "task_type": SEQ_CLS if scores else "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "revision": None,
+        "revision": revision,
         "inference_mode": True,
         "r": r,
         "lora_alpha": _number(alpha),

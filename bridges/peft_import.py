@@ -145,13 +145,14 @@ def is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file()
 
 
-def base_of(folder: Path, other: LoRAConfig | str | Path | None) -> str:
-    """The model that an adapter folder names as its base.
+def base_of(folder: Path, other: LoRAConfig | str | Path | None) -> tuple[str, str | None]:
+    """The model that an adapter folder names as its base, and its revision on the hub, if it names one.
 
     Raises:
         UnsupportedLoad: it names none, or `other` asks for a second adapter.
     """
-    base = read_peft_config(folder).base
+    config = read_peft_config(folder)
+    base = config.base
     if base is None or other is not None:
         what = "names no base_model_name_or_path" if base is None else f"is an adapter itself, and lora = {other!r}"
         raise UnsupportedLoad(
@@ -159,7 +160,7 @@ def base_of(folder: Path, other: LoRAConfig | str | Path | None) -> str:
             read_from=str(folder / ADAPTER_CONFIG),
             remedy="from_pretrained(base, lora=adapter_folder), with one adapter",
         )
-    return base
+    return base, config.revision
 
 
 def read_adapter(bridge: Bridge, config: DecoderConfig, src: str | Path, *, revision: str | None = None) -> AdapterFile:

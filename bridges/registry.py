@@ -88,7 +88,8 @@ def load_decoder(
         )
     folder = resolve(src, revision=revision)
     if is_adapter(folder):
-        return load_decoder(base_of(folder, options.pop("lora", None)), lora=folder, **options)
+        base, base_revision = base_of(folder, options.pop("lora", None))
+        return load_decoder(base, revision=base_revision, lora=folder, **options)
     model_type = read_config(folder).get("model_type")
     if not isinstance(model_type, str):
         stated = "states no model_type" if model_type is None else f"states model_type = {model_type!r}, no name"

@@ -78,6 +78,7 @@ class TrainerProtocol:
     )
 
     name_or_path: str = ""
+    revision: str | None = None  # commit of the hub that `name_or_path` was read at
     hf_config_json: dict[str, Any] | None = None  # config.json of the checkpoint this model was read from
     hf_generation_config_json: dict[str, Any] | None = None
     model_tags: list[str] | None = None

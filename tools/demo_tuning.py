@@ -135,7 +135,8 @@ def fine_tune(step: Step, base: Path, folder: Path, tuning: Tuning, describe: Ca
     Raises:
         StepFailed: the held-out loss did not fall, or the run did not reach its end.
     """
-    from bestiary.training.run import CHECKPOINTS, run
+    from bestiary.training.checkpoint import CHECKPOINTS
+    from bestiary.training.run import run
 
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)

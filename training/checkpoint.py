@@ -44,7 +44,7 @@ from bestiary.training.loop import Progress, Trainer
 from bestiary.training.optim import Optimisers
 
 FORMAT = 1
-MANIFEST, STATE = "manifest.json", "state.json"
+CHECKPOINTS, MANIFEST, STATE = "checkpoints", "manifest.json", "state.json"
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
@@ -56,6 +56,7 @@ class Checkpoints:
         folder: `out/checkpoints`.   section: when, how many.
         bound: what a checkpoint belongs to, as JSON values by name (recipe, architecture, tokenizer, …): a resume under
             anything else is refused by that name.
+        commits: of the hub, by the key that names the model; as `bound`, for what both sides know one of.
         group: of all processes, on gloo and for this alone; None: there is one.
         export: called with the trainer after the last one.
     """
@@ -66,6 +67,7 @@ class Checkpoints:
     group: dist.ProcessGroup | None = None
     export: Callable[[Trainer], None] | None = None
     seed: int = 0
+    commits: Mapping[str, str] = field(default_factory=dict)
     _writing: threading.Thread | None = field(default=None, init=False)
     _failure: SaveFailed | None = field(default=None, init=False)
 
@@ -118,6 +120,7 @@ class Checkpoints:
             "progress": trainer.progress.as_json(),
             "data": trainer.loader.global_state(),
             "bound": dict(self.bound),
+            "commits": dict(self.commits),
             "frozen": frozen_checksums(trainer.model),
         }
 
@@ -205,7 +208,10 @@ class Checkpoints:
     def _check(self, state: Mapping[str, Any], model: Decoder, place: Path) -> None:
         """Refuse a checkpoint that belongs to something else."""
         then, now = state["bound"], json.loads(json.dumps(self.bound))
-        changed = [name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]
+        read = state.get("commits", {})  # not in checkpoints of before they were written
+        moved = [name for name in sorted(read.keys() & self.commits.keys()) if read[name] != self.commits[name]]
+        then, now = then | {name: read[name] for name in moved}, now | {name: self.commits[name] for name in moved}
+        changed = moved + [name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]
         if changed:
             name = changed[0]
             raise CheckpointRefused(

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import Field, model_validator
 
+from bestiary.bridges.hub import at_revision
 from bestiary.models.config import LoRAConfig
 from bestiary.models.recomputation import Checkpointing, Part
 from bestiary.training.data.config import DataConfig, placed_in
@@ -39,7 +40,7 @@ class ModelSection(Section):
     """Which weights.
 
     Attributes:
-        src: checkpoint folder or hub id.   revision: of the hub.
+        src: checkpoint folder or hub id.   revision: of the hub; None: the newest, or in a run that goes on its own.
         checkpointing: what of a block is computed again in the backward pass, in place of being kept: `full` all of it,
             `selective` all but attention's scores, `attention` or `mlp` the one half of it.
         checkpoint_every: of the blocks, the first and each so many'th.   checkpoint_first: of so many; None: of all.
@@ -58,6 +59,11 @@ class ModelSection(Section):
         if self.checkpointing == "none" and (self.checkpoint_every, self.checkpoint_first) != (1, None):
             raise ValueError("checkpoint_every and checkpoint_first say of which blocks, and checkpointing = none")
         return self
+
+    @property
+    def named(self) -> str:
+        """Source and revision in one word."""
+        return at_revision(self.src, self.revision)
 
     @property
     def recomputes(self) -> Checkpointing | None:
@@ -83,9 +89,9 @@ class LossSection(Section):
             reverse_kl on the student's own answers. Or module:name of a `Recipe` of yours.
         beta: of preference losses, and of the Jensen–Shannon divergence.
         options: further numbers, by the names that the recipe's class documents.
-        reference: whom preference losses compare with: adapters_off, a checkpoint, or sums stored as .npz; None: the
-            model before training, without its adapters or read a second time.
-        teacher: of distillation, a checkpoint; None: the data brings its likeliest words (teacher_ids and
+        reference: whom preference losses compare with: adapters_off, a checkpoint (also owner/name@revision), or
+            sums stored as .npz; None: the model before training, without its adapters or read a second time.
+        teacher: of distillation, a checkpoint likewise; None: the data brings its likeliest words (teacher_ids and
             teacher_log_probs of sources of kind distillation), and no teacher is loaded.
     """
 
@@ -369,7 +375,7 @@ class RunConfig(CommonConfig):
         """
         if self.recipe not in ("dpo", "kto"):
             return None
-        return self.loss.reference or (self.model.src if self.lora is None else ADAPTERS_OFF)
+        return self.loss.reference or (self.model.named if self.lora is None else ADAPTERS_OFF)
 
     @property
     def beside(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bestiary.bridges import get_bridge, read_config
-from bestiary.bridges.hub import CONFIG, resolve
+from bestiary.bridges.hub import CONFIG, resolve, split_revision
 from bestiary.bridges.peft_import import base_of, is_adapter
 from bestiary.kernels.precision import at_least_fp32
 from bestiary.kernels.vocab_tiles import row_chunks
@@ -113,7 +113,7 @@ def estimate(config: CommonConfig, *, processes: int | None = None) -> Estimate:
     shards = max(world // (parallel.replicate * parallel.tensor), 1)
     if parallel.shard > 0:
         shards = parallel.shard * parallel.context * parallel.expert
-    asked = [_read(src, None) for src in config.beside]
+    asked = [_read(*split_revision(src)) for src in config.beside]
     return estimate_step(
         decoder,
         tokens=config.data.pack_length,
@@ -288,7 +288,7 @@ def _read(src: str, revision: str | None) -> tuple[DecoderConfig, torch.dtype]:
     """What a checkpoint's config states; bfloat16 where it states no dtype."""
     folder = resolve(src, revision=revision, weights=False)
     if is_adapter(folder):
-        return _read(base_of(folder, None), None)
+        return _read(*base_of(folder, None))
     json = read_config(folder)
     place = str(folder / CONFIG)
     parsed = get_bridge(str(json.get("model_type")), read_from=place).parse(json, source=place)

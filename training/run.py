@@ -1,6 +1,6 @@
 """From a run's file to a run: processes, data, model, recipe, optimiser, loop, resume points, export.
 
-out/config.yaml       the whole configuration, defaults included
+out/config.yaml       the whole configuration, defaults included, hub ids with their commits
 out/tokenizer.json    fingerprint of the tokenizer
 out/metrics.jsonl     figures of every step
 out/checkpoints/      resume points
@@ -21,8 +21,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from bestiary.bridges.fields import FLOAT_TYPES
+from bestiary.bridges.hub import split_revision
+from bestiary.kernels.compiler import cxx
 from bestiary.models import AutoDecoder, Decoder
-from bestiary.training.checkpoint import Checkpoints, saved_steps, seed_all
+from bestiary.training.checkpoint import CHECKPOINTS, Checkpoints, saved_steps, seed_all
+from bestiary.training.commits import commits_in, pinned
 from bestiary.training.components import component
 from bestiary.training.config import CommonConfig, ParallelSection, RolloutSection, RunConfig
 from bestiary.training.control import Control, Interruption, named_failures
@@ -53,7 +56,7 @@ from bestiary.training.rl.loader import RolloutLoader
 from bestiary.training.rl.rollout import RolloutEngine, Sampling
 from bestiary.training.tracking import RunInfo, Tracker, trackers
 
-FINGERPRINT, CHECKPOINTS, EXPORT = "tokenizer.json", "checkpoints", "export"
+FINGERPRINT, EXPORT = "tokenizer.json", "export"
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ def run(config: RunConfig, *, also: Sequence[Tracker] = (), interruption: Interr
         Diverged, OutOfMemory, RankLost, SaveFailed: see `bestiary.training.errors`.
     """
     with processes(config.loop.timeout_s) as here, ExitStack() as stack:
+        config = pinned(config, here.control)
         torch.use_deterministic_algorithms(config.loop.deterministic)
         stack.callback(torch.use_deterministic_algorithms, False)
         stack.enter_context(named_failures(estimate(config).words(), config.loop.timeout_s))
@@ -171,6 +175,7 @@ def prepare(
         group=here.saving,
         export=_exporter(config, tokenizer) if config.checkpoint.export else None,
         seed=config.loop.seed,
+        commits=commits_in(config),
     )
     place = data.rank if context is None else data.rank * context.size + context.rank
     seed_all(config.loop.seed, 0, place)
@@ -225,6 +230,11 @@ def load_model(config: CommonConfig, here: Processes, mesh: DeviceMesh) -> Decod
         reduce = torch.promote_types(FLOAT_TYPES[precision.reduce], compute)  # sums are as wide as their terms
         parallelize(model, mesh, precision=Precision(None if compute is model.dtype else compute, reduce))
 
+    if config.model.compile and here.device.type == "cpu" and cxx() is None:
+        raise InvalidRun(
+            "model.compile = true, and there is no C++ compiler, which torch.compile calls on a CPU.",
+            remedy="apt-get install g++, or name one in CXX; or model.compile=false",
+        )
     # FSDP2 keeps wide parameters and computes in narrow ones, on one process too.
     spreads = here.size > 1 or precision.compute is not None
     model = AutoDecoder.from_pretrained(
@@ -246,8 +256,10 @@ def load_model(config: CommonConfig, here: Processes, mesh: DeviceMesh) -> Decod
 
 def load_other(config: CommonConfig, src: str, here: Processes, mesh: DeviceMesh) -> Decoder:
     """A model that only computes: a reference or a teacher, spread as the one that trains."""
+    src, revision = split_revision(src)
     return AutoDecoder.from_pretrained(
         src,
+        revision=revision,
         dtype=config.precision.compute or config.precision.parameters,
         device=here.device,
         mesh=partial(parallelize, mesh=mesh) if here.size > 1 else None,

@@ -257,6 +257,12 @@ def test_what_cannot_be_run_is_refused_before_training(whole, place, tmp_path, c
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_compiled_blocks_need_a_compiler(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(InvalidRun, match=r"model\.compile = true(.|\n)*apt-get install g\+\+"):
+        run(load_run_config(place / "run.json", ["model.compile=true", f"out={tmp_path / 'run'}"], recipe="sft"))
+
+
 def test_streams_that_the_processes_cannot_share_are_refused(place):
     config = load_run_config(place / "run.json", ["out=x"], recipe="sft")
     with pytest.raises(InvalidRun, match=r"data\.streams = 2 packs a step over 3 processes(.|\n)*a multiple of 3"):

@@ -21,7 +21,9 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
+from bestiary.bridges.hub import split_revision
 from bestiary.models import AutoDecoder, Decoder
+from bestiary.training.commits import pinned_name
 from bestiary.training.config import RunConfig
 from bestiary.training.data.config import SourceConfig
 from bestiary.training.data.errors import CorruptRow, SampleRefused
@@ -83,12 +85,13 @@ def store_teacher(config: RunConfig, file: Path) -> TeacherFile:
         InvalidRun: no teacher, sources of another kind, a file that exists or of another format.
         SampleRefused, CorruptRow, StorageFailed: of the data, with the row's place.
     """
-    teacher_name = _checked(config, file)
+    teacher_name = pinned_name(_checked(config, file))
     options = config.loss.options
     k, temperature = int(options.get("top_k", WORDS)), options.get("temperature", 1.0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = config.precision.compute or config.precision.parameters
-    teacher = AutoDecoder.from_pretrained(teacher_name, dtype=dtype, device=device)
+    src, revision = split_revision(teacher_name)
+    teacher = AutoDecoder.from_pretrained(src, revision=revision, dtype=dtype, device=device)
     asked = Distill(teacher, temperature=temperature, top_k=k)
     tokenizer = load_tokenizer(config, teacher)
     counts = {"rows": 0, "tokens": 0, "skipped": 0}

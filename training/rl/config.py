@@ -422,7 +422,7 @@ class GrpoConfig(CommonConfig):
         """adapters_off or a checkpoint; None: nothing asks for one."""
         if not self.asks_reference:
             return None
-        return self.algorithm.reference or (self.model.src if self.lora is None else ADAPTERS_OFF)
+        return self.algorithm.reference or (self.model.named if self.lora is None else ADAPTERS_OFF)
 
     @property
     def beside(self) -> tuple[str, ...]:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from bestiary.bridges.fields import FLOAT_TYPES
-from bestiary.training.checkpoint import Checkpoints, saved_steps, seed_all
+from bestiary.training.checkpoint import CHECKPOINTS, Checkpoints, saved_steps, seed_all
+from bestiary.training.commits import commits_in, pinned
 from bestiary.training.components import component
 from bestiary.training.config import ADAPTERS_OFF
 from bestiary.training.control import Control, Interruption, named_failures
@@ -54,7 +55,6 @@ from bestiary.training.rl.rollout_check import computed_in
 from bestiary.training.rl.rounds import Roles, Rounds
 from bestiary.training.rl.tools import Tools
 from bestiary.training.run import (
-    CHECKPOINTS,
     EXPORT,
     bound_to,
     check_folder,
@@ -98,6 +98,7 @@ def run(config: GrpoConfig, *, also: Sequence[Tracker] = (), interruption: Inter
         CheckpointRefused, StateMismatch: the resume point is damaged or of another run.
         RewardFailed, EnvironmentFailed, StaleWeights, Diverged, SaveFailed, …: as roles and controller raise them.
     """
+    config = pinned(config)
     with ExitStack() as stack:
         stack.enter_context(named_failures(estimate(config).words(), config.loop.timeout_s))
         rounds = count_rounds(config)
@@ -330,6 +331,7 @@ def local_policy(
         bound=bound_to(config, model, tokenizer.fingerprint, steps, mesh) | own | {"loop": told},
         group=here.saving,
         seed=loop.seed,
+        commits=commits_in(config),
     )
     seed_all(loop.seed, 0, data.rank)
     policy = LocalPolicy(

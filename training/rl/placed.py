@@ -160,7 +160,7 @@ def reference_process(config: Mapping[str, Any], folder: str) -> Iterator[LocalF
     read = _read(config, folder)
     with processes(read.loop.timeout_s) as here:
         named = read.reference
-        src = read.model.src if named in (None, ADAPTERS_OFF) else str(named)
+        src = read.model.named if named in (None, ADAPTERS_OFF) else str(named)
         model = load_other(read, src, here, build_mesh(device_type=here.device.type)).requires_grad_(False).eval()
         tokenizer = tokenizer_of(read, model.decoder_config.vocab_size)
         yield LocalFrozen(model, Room(read.data.pack_length, tokenizer.pad_id))

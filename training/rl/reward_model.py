@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bestiary.bridges.hub import split_revision
 from bestiary.models import AutoDecoder, Decoder
 from bestiary.models.config import HeadKind
 from bestiary.training.data.packing import Candidate, assemble
@@ -73,21 +74,22 @@ class RewardModel:
         max_errors: float = 0.05,
         window: int = 256,
     ) -> RewardModel:
-        """From a checkpoint folder or hub id; its head is the checkpoint's, never a fresh one.
+        """From a checkpoint folder or hub id, with its revision behind an @; the head is the checkpoint's, never fresh.
 
         Args:
             policy: the policy's tokenizer.   Others as the constructor's, and as `AutoDecoder.from_pretrained`'s.
         Raises:
             InvalidRun: a language model's checkpoint, or another tokenizer than the policy's.
         """
-        own = BaseHFModelTokenizer.from_pretrained(src).fingerprint
+        place, revision = split_revision(str(src))
+        own = BaseHFModelTokenizer.from_pretrained(place, revision=revision).fingerprint
         if (own.probes, own.vocabulary) != (policy.fingerprint.probes, policy.fingerprint.vocabulary):
             raise InvalidRun(
                 f"the reward model {src} has another tokenizer than the policy: the ids of an answer mean other words.",
                 remedy="a reward model of the policy's family, or one behind an endpoint that takes texts",
             )
         return cls(
-            AutoDecoder.from_pretrained(src, dtype=dtype, device=device),
+            AutoDecoder.from_pretrained(place, revision=revision, dtype=dtype, device=device),
             name=name,
             pack_tokens=pack_tokens,
             pad_id=policy.pad_id,
