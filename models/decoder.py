@@ -51,7 +51,8 @@ class Backbone(nn.Module):
         x = self.embed_tokens(inputs.input_ids) if inputs.embeds is None else inputs.embeds
         if self.decoder_config.scales_inputs_embeds:
             x = x * self.decoder_config.embedding_multiplier
-        tables: RopeTables = {rope: table(inputs.position_ids, x.dtype) for rope, table in self._rotary.items()}
+        row = {} if inputs.row_positions is None else {"row_positions": inputs.row_positions}
+        tables: RopeTables = {rope: table(inputs.position_ids, x.dtype, **row) for rope, table in self._rotary.items()}
         masks = inputs.masks(self.decoder_config, cache)
         elsewhere = inputs.elsewhere(cache)
         router_logits = []

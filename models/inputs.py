@@ -16,7 +16,8 @@ from bestiary.models.errors import InvalidInput
 class Inputs:
     """A checked batch. position_ids (B or 1, T); documents (B, T) or None; key_valid (B, past + T) or None.
 
-    Under a `context` input_ids, embeds, position_ids and length are those of its slice, the others of the whole row.
+    Under a `context` input_ids, embeds, position_ids and length are those of its slice, the others of the whole row;
+    row_positions are those of the whole row, which a RoPE that looks at the longest one needs.
     """
 
     input_ids: Tensor | None
@@ -26,6 +27,7 @@ class Inputs:
     key_valid: Tensor | None
     length: int
     context: ContextSlice | None = None
+    row_positions: Tensor | None = None
 
     def sliced(self, context: ContextSlice) -> "Inputs":
         """The same batch, of whose rows a slice is computed.
@@ -46,6 +48,7 @@ class Inputs:
             position_ids=cut(self.position_ids),
             length=context.own,
             context=context,
+            row_positions=self.position_ids,
         )
 
     def elsewhere(self, cache: Cache | None) -> KeyValues | None:

@@ -27,18 +27,21 @@ class RotaryTable:
         self.rope = rope
         self._frequencies: dict[torch.dtype, tuple[Tensor, float]] = {}
 
-    def __call__(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, position_ids: Tensor, dtype: torch.dtype, row_positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """cos, sin (B or 1, T, rotary_dim / 2) in `dtype`, or wider where RoPE turns in fp32; angles in at least fp32.
 
         With `round_tables` the wider ones hold values that `dtype` has.
 
         Args:
             position_ids: (B or 1, T) int64.
+            row_positions: of the whole rows of which these are a slice; None: they are whole.
         """
         wide = at_least_fp32(dtype)
         rounded = dtype if self.rope.round_tables else wide
         dtype = wide if self.rope.turn_in_fp32 else dtype
-        inv_freq, attention_factor = self.frequencies(position_ids, wide)
+        inv_freq, attention_factor = self.frequencies(position_ids if row_positions is None else row_positions, wide)
         angles = position_ids[..., None].to(wide) * inv_freq.to(position_ids.device)
         cos, sin = (angles.cos() * attention_factor).to(rounded), (angles.sin() * attention_factor).to(rounded)
         return cos.to(dtype), sin.to(dtype)

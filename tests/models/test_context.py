@@ -2,13 +2,23 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from bestiary.kernels.attention import MaskSpec, PieceMasks, attention
 from bestiary.kernels.dispatch import force
-from bestiary.models.config import Attention, DecoderConfig, HeadKind, Norm, Rope
+from bestiary.models.config import (
+    Attention,
+    DecoderConfig,
+    DynamicScaling,
+    HeadKind,
+    LongRopeScaling,
+    Norm,
+    Rope,
+    RopeScaling,
+)
 from bestiary.models.context import ContextSlice
 from bestiary.models.errors import InvalidInput
 from bestiary.models.inputs import read_inputs
@@ -97,6 +107,24 @@ def test_a_slice_is_cut_and_placed_where_it_was(context: ContextSlice) -> None:
     placed = context.placed(context.cut(row))
     assert torch.equal(placed[placed > 0][None], context.cut(row))
     assert torch.equal(placed[placed > 0], row[placed > 0])
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        DynamicScaling(factor=4.0, original_max_position_embeddings=9),
+        LongRopeScaling(
+            short_factor=(1.0, 2.0), long_factor=(3.0, 5.0), original_max_position_embeddings=9, attention_factor=1.5
+        ),
+    ],
+    ids=["dynamic", "longrope"],
+)
+def test_frequencies_that_follow_the_longest_position_are_those_of_the_row(scaling: RopeScaling) -> None:
+    """Also of a slice that ends before it; one piece from the front needs no key of the others."""
+    model = tiny("qwen3", rope=Rope(theta=1e4, rotary_dim=4, scaling=scaling))
+    ids, front = tokens(1, 12), ContextSlice(12, ((0, 5),), lambda k, v: tuple(F.pad(x, (0, 0, 0, 7)) for x in (k, v)))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, context_slice=front).logits, model(ids).logits[:, :5])
 
 
 def test_what_needs_whole_rows_is_refused() -> None:
