@@ -268,7 +268,7 @@ def read_tensors(place: Path, model: Decoder, optimiser: Optimisers | None) -> N
     """Read the tensors of a verified checkpoint into a model and, if given, its optimiser.
 
     Raises:
-        CheckpointRefused: names or shapes differ.
+        CheckpointRefused: names or shapes differ, or the files hold something else than the metadata says.
     """
     wanted = _tensors(model, optimiser)
     reader = ResumePointReader(place)
@@ -282,7 +282,14 @@ def read_tensors(place: Path, model: Decoder, optimiser: Optimisers | None) -> N
                 read_from=str(place),
                 remedy="the model and optimiser of that run",
             )
-    load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+    try:
+        load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        raise CheckpointRefused(
+            f"the tensors cannot be read ({_told(error)}).",
+            read_from=str(place),
+            remedy="resume from a folder that a run of yours wrote, or from an earlier step",
+        ) from error
 
 
 # ---------------------------------------------------------------------- tensors

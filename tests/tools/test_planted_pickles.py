@@ -18,7 +18,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from bestiary.bridges.gguf import gguf_to_hf_folder
 from bestiary.kernels.errors import BestiaryError
@@ -178,6 +186,29 @@ def bytes_in_a_resume_point(folder: Path, mark: Path) -> None:
     ResumePointReader(folder).read_metadata()
 
 
+def changed_class(folder: Path, mark: Path) -> None:
+    """State that a class is given and not an object, as if torch had been written so: the folder says that it was."""
+    named = b"ctorch.distributed.checkpoint.metadata\n%b\n"
+    setting = named % b"Metadata" + b"(N}Vsize\n" + named % b"ChunkStorageMetadata" + b"stb."
+    (folder / METADATA).write_bytes(setting)
+    try:
+        ResumePointReader(folder).read_metadata()
+    finally:
+        if "size" in vars(Metadata):
+            del Metadata.size  # type: ignore[attr-defined]
+            mark.mkdir()
+
+
+def beside_a_resume_point(folder: Path, mark: Path) -> None:
+    """A tensor that lies elsewhere."""
+    index, place = MetadataIndex("model.a", [0]), _StorageInfo("../elsewhere.distcp", 0, 8)
+    one = TensorStorageMetadata(
+        TensorProperties(), torch.Size([1]), [ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))]
+    )
+    (folder / METADATA).write_bytes(pickle.dumps(Metadata({"model.a": one}, storage_data={index: place})))
+    ResumePointReader(folder).read_metadata()
+
+
 def code_of_a_model(folder: Path, mark: Path) -> None:
     checkpoint(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -215,6 +246,8 @@ REFUSED: dict[str, Callable[[Path, Path], None]] = {
     "verdict": verdict,
     "resume point": resume_point,
     "bytes in a resume point": bytes_in_a_resume_point,
+    "a class in a resume point": changed_class,
+    "a place outside of a resume point": beside_a_resume_point,
     "code of a model": code_of_a_model,
     "code of a tokenizer": code_of_a_tokenizer,
 }
