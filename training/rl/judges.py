@@ -105,7 +105,7 @@ class EndpointJudge:
     POST of `{"answers": [{prompt_id, sample, prompt, text, turns, prompt_ids, ids, row, finish, extra}, …]}`, answered
     by `{"rewards": [number or null, …]}`, in that order. What may pass by itself (no connection, no answer in time or
     none of that form, status 408, 429, 5xx) is tried again after a wait that doubles; any other status is an error of
-    the answers sent.
+    the answers sent. No redirection is followed: it would lose the answers, and take `headers` to whoever it names.
 
     Args:
         url: http or https.
@@ -138,6 +138,7 @@ class EndpointJudge:
         self._rows, self._requests, self._abstains = rows, requests, abstains
         self.headers = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
         self._waits_s = _WAITS_S
+        self._opener = urllib.request.build_opener(_Staying)
 
     def judge(self, answers: Sequence[Answer]) -> Iterator[tuple[int, Verdict]]:
         """See `Judge`."""
@@ -160,7 +161,9 @@ class EndpointJudge:
                 return [verdict(value, abstains=self._abstains) for value in values]
             except urllib.error.HTTPError as error:
                 error.close()
-                failure = Failure("error", f"{self._url} answers {error.code} {error.reason}")
+                place = error.headers.get("Location")
+                elsewhere = "" if place is None else f", see {place}: no redirection is followed, give the url itself"
+                failure = Failure("error", f"{self._url} answers {error.code} {error.reason}{elsewhere}")
                 if error.code not in (408, 429) and error.code < 500:
                     return failure
             except TimeoutError:
@@ -179,12 +182,19 @@ class EndpointJudge:
         until = time.monotonic() + self._timeout
         request = urllib.request.Request(self._url, data=body, headers=self.headers, method="POST")
         parts: list[bytes] = []
-        with urllib.request.urlopen(request, timeout=self._timeout) as answer:
+        with self._opener.open(request, timeout=self._timeout) as answer:
             while part := answer.read1(1 << 16):
                 parts.append(part)
                 if time.monotonic() > until:
                     raise TimeoutError
         return b"".join(parts)
+
+
+class _Staying(urllib.request.HTTPRedirectHandler):
+    """Makes an error of a redirection."""
+
+    def redirect_request(self, *_told: object) -> None:
+        """No further request."""
 
 
 def _check(what: str, *, timeout_s: float, **counts: int) -> None:

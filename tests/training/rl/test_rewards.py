@@ -269,6 +269,11 @@ class Endpoint(BaseHTTPRequestHandler):
     """Gives the length of an answer's ids, or fails as its row says, `times` times for each."""
 
     failed: dict = {}  # noqa: RUF012
+    followed: list = []  # noqa: RUF012
+
+    def do_GET(self):
+        Endpoint.followed.append(self.headers["Authorization"])
+        return self.say({"rewards": [1.0]})
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["answers"]
@@ -292,6 +297,12 @@ class Endpoint(BaseHTTPRequestHandler):
 
     def refused(self):
         self.say({}, 422)
+
+    def moved(self):
+        self.send_response(302)
+        self.send_header("Location", f"http://localhost:{self.server.server_port}/elsewhere")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def garbage(self):
         self.say(b"<html>")
@@ -318,11 +329,12 @@ class Endpoint(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def endpoint(monkeypatch):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     Endpoint.failed.clear()
+    Endpoint.followed.clear()
     judge = EndpointJudge(
         f"http://127.0.0.1:{server.server_port}/score",
         timeout_s=10.0,
@@ -348,6 +360,7 @@ def test_an_endpoint_is_asked_again_where_that_helps(endpoint):
     [
         ("busy", "503", "errors"),
         ("refused", "422", "errors"),
+        ("moved", "302 .*see http://localhost:.*/elsewhere", "errors"),
         ("garbage", "JSONDecodeError", "errors"),
         ("nan", "nan", "nan"),
         ("null", "None", "none"),
@@ -363,6 +376,7 @@ def test_what_an_endpoint_does_not_judge_is_counted_and_named(endpoint, way, tol
     assert rewards.figures()[f"reward/{count}"] == 1
     with pytest.raises(RewardFailed, match=rf"(?s)endpoint .*prompt bad.*{told}"):
         Rewards({"endpoint": endpoint}, max_errors=0.0).score(given)
+    assert Endpoint.followed == []  # its headers are for this endpoint alone
 
 
 def test_an_endpoint_that_is_not_there_is_named():
