@@ -12,12 +12,13 @@ asked in the same call, and after how many failures, changes nothing but roundin
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 from bestiary.training.errors import ClusterLost, EnvironmentFailed, InvalidRun, RoleLost
 from bestiary.training.rl.allowance import Allowance
@@ -44,6 +45,8 @@ class Episodes:
         engine: whose answers they are.
         context: positions of the model. A prompt that leaves fewer than `max_tokens` of them is refused; a later answer
             has those that are left, and where none is left the episode ends, cut off.
+        vocabulary: ids that the model has; a prompt with another one is refused, an environment that says one has
+            failed. None: those that records can hold.
         environment: makes the world of one episode; None: an episode is one answer to its prompt.
         threads: environments that are asked at one time.
         timeout_s: of one call of an environment. A thread whose call hangs is left behind and replaced.
@@ -61,6 +64,7 @@ class Episodes:
         engine: RolloutEngine,
         *,
         context: int,
+        vocabulary: int | None = None,
         environment: EnvironmentFactory | None = None,
         threads: int = 8,
         timeout_s: float = 60.0,
@@ -79,6 +83,7 @@ class Episodes:
         self.engine = engine
         self._context, self._factory, self._max_turns, self._batch = context, environment, max_turns, batch
         self._timeout_s, self._at_once = timeout_s, at_once
+        self._vocabulary = 1 << 31 if vocabulary is None else vocabulary
         self._allowance = Allowance(max_errors, window)
         self._changed = threading.Condition()
         self._groups: dict[str, Group] = {}
@@ -99,7 +104,8 @@ class Episodes:
         """See `Sampler`; all of them or none.
 
         Raises:
-            InvalidRun: a prompt that is in flight, is empty, or leaves no room for an answer; names it.
+            InvalidRun: a prompt that is in flight, is empty, leaves no room for an answer, or has an id outside of the
+                vocabulary; names it.
         """
         with self._changed:
             if self._closed:
@@ -276,14 +282,16 @@ class Episodes:
         rewards, finish = added({}, heard.rewards), heard.finish
         if finish not in (None, *get_args(Finish)):
             raise ValueError(f"finish = {finish!r}")
+        extra = _plain(heard.extra)
         ids = () if heard.done else _ids(heard.ids)
+        self._check_ids("what the environment says", ids)
         more = len(episode.ids) + len(ids) < self._context and episode.turns < self._max_turns
         if not heard.done and not more:
             ids, rewards, finish = (), added(rewards, environment.cut_off()), "length"
         done = heard.done or not more
         if done:
             episode.close()
-        return replace(heard, ids=ids, done=done, rewards=rewards, finish=finish, extra=dict(heard.extra))
+        return replace(heard, ids=ids, done=done, rewards=rewards, finish=finish, extra=extra)
 
     def _heard(self, episode: Episode, heard: Heard | None, raised: Exception | None, seconds: float) -> None:
         """What an environment answered; in its thread, or in that of `take` when it hangs."""
@@ -337,9 +345,18 @@ class Episodes:
             if self._later:
                 self._begin(self._later.popleft())
 
+    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
+        outside = next((word for word in ids if not 0 <= word < self._vocabulary), None)
+        if outside is not None:
+            raise InvalidRun(
+                f"{what} has the id {outside}, and the model's vocabulary {self._vocabulary} of them from 0 on.",
+                remedy="ids of the policy's own tokenizer",
+            )
+
     def _check_room(self, what: str, ids: Sequence[int], sampling: Sampling) -> None:
         if not len(ids):
             raise InvalidRun(f"{what} is empty.", remedy="at least one token")
+        self._check_ids(what, ids)
         if len(ids) + sampling.max_tokens > self._context:
             raise InvalidRun(
                 f"{what} has {len(ids)} tokens; with max_tokens = {sampling.max_tokens} that is more than the "
@@ -378,6 +395,15 @@ def _closing_on_error(episode: Episode, work: Callable[[], Heard]) -> Heard:
 
 def _ids(given: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(word) for word in given)
+
+
+def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """As records keep it."""
+    try:
+        json.dumps(dict(extra), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"its extra is not JSON: {error}") from error
+    return dict(extra)
 
 
 def _nothing(*_told: object) -> None:

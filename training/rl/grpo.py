@@ -178,7 +178,8 @@ def in_one_process(config: GrpoConfig, rounds: int) -> Iterator[Cast]:
         refuse_small_context(config, context)
         reference = reference_of(config, policy, here)
         scorer = scorer_of(config, tokenizer, here.device, stack)
-        sampler = sampler_of(config, engine_of(config, policy, context), context)
+        rows = policy.model.decoder_config.vocab_size
+        sampler = sampler_of(config, engine_of(config, policy, context), context, rows)
         stack.callback(sampler.close)
         yield Cast(Roles(policy, sampler, scorer, reference), tokenizer, context)
 
@@ -400,19 +401,25 @@ def engine_of(config: GrpoConfig, policy: LocalPolicy, context: int) -> RolloutE
 
 
 def sampler_of(
-    config: GrpoConfig, engine: RolloutEngine, context: int, environment: EnvironmentFactory | None = None
+    config: GrpoConfig,
+    engine: RolloutEngine,
+    context: int,
+    vocabulary: int,
+    environment: EnvironmentFactory | None = None,
 ) -> Episodes:
     """Episodes with an engine in the environment of the file.
 
     Args:
+        context, vocabulary: of the policy, see `Episodes`.
         environment: where it is elsewhere; None: made here.
     """
     section = config.environment
     if section is None:
-        return Episodes(engine, context=context)
+        return Episodes(engine, context=context, vocabulary=vocabulary)
     return Episodes(
         engine,
         context=context,
+        vocabulary=vocabulary,
         environment=environment or environment_of(config),
         threads=section.threads,
         # Of those apart a step, what follows it and a start end by themselves.

@@ -112,7 +112,8 @@ def cast(config: GrpoConfig, placement: PlacementSection, groups: Mapping[Role, 
     Args:
         stack: closes what of them is in this process.
     """
-    tokenizer = tokenizer_of(config, groups["policy"].described[0].vocabulary)
+    rows: int = groups["policy"].described[0].vocabulary
+    tokenizer = tokenizer_of(config, rows)
     policy = RemotePolicy(groups["policy"])
     engine = RolloutGroup(groups["rollout"], bucket_bytes=placement.bucket_mib * _MIB)
     context = min(config.data.pack_length, engine.context)
@@ -120,7 +121,8 @@ def cast(config: GrpoConfig, placement: PlacementSection, groups: Mapping[Role, 
     environments = RemoteEnvironments(groups["environment"]) if "environment" in groups else None
     # One factory for all players: what it guards, it guards for all of them.
     factory: EnvironmentFactory | None = environments or environment_of(config)
-    players = [sampler_of(config, engine.alone(member), context, factory) for member in range(placement.rollout)]
+    engines = [engine.alone(member) for member in range(placement.rollout)]
+    players = [sampler_of(config, one, context, rows, factory) for one in engines]
     sampler = SpreadSampler(engine, players, environments)
     stack.callback(sampler.close)
     scorer: Scorer

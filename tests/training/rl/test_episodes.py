@@ -24,6 +24,7 @@ from ...models.tiny import tiny
 from .scripted import CONTEXT, STOP, Counting, ScriptedEngine
 
 SAMPLING = Sampling(max_tokens=5, stop_ids=(STOP, 4), n=3, seed=11)
+VOCABULARY = 64
 PROMPTS = [Prompt(prompt_id=f"p{n}", ids=tuple(range(1, n + 2)), row={"answer": n}) for n in range(6)]
 
 
@@ -160,20 +161,32 @@ class Bad(Counting):
         if self.bad and self.way == "hangs":
             self.hung.wait(10)
         heard = super().step(said)
-        return Heard(done=True, rewards={"heard": float("nan")}) if self.bad and self.way == "nan" else heard
+        wrong = WRONG.get(self.way) if self.bad else None
+        return heard if wrong is None else wrong
 
 
-@pytest.mark.parametrize("way", ["reset", "raises", "hangs", "nan"])
+WRONG = {
+    "nan": Heard(done=True, rewards={"heard": float("nan")}),
+    "ids": Heard(ids=(3, VOCABULARY)),
+    "huge ids": Heard(ids=(1 << 40,)),
+    "negative ids": Heard(ids=(-1,)),
+    "extra": Heard(extra={"grid": np.zeros(2)}),
+    "extra nan": Heard(extra={"score": float("nan")}),
+}
+
+
+@pytest.mark.parametrize("way", ["reset", "raises", "hangs", *WRONG])
 def test_a_world_that_fails_costs_its_episodes_and_too_many_of_them_the_run(way):
     hung = threading.Event()
     options = {"environment": lambda: Bad(way, hung), "timeout_s": 1.0 if way == "hangs" else 60.0, "threads": 3}
+    options["vocabulary"] = None if way == "huge ids" else VOCABULARY
     try:
         groups = played(ScriptedEngine(), **options)
         for one in groups.pop("p0"):
             assert one.rewards == {}
             assert one.extra["failed"]
         assert not any("failed" in one.extra for group in groups.values() for one in group)
-        with pytest.raises(EnvironmentFailed, match=r"p0.*(no such world|world ended|1 s|nan)"):
+        with pytest.raises(EnvironmentFailed, match=r"p0.*(no such world|world ended|1 s|nan|has the id|not JSON)"):
             played(ScriptedEngine(), max_errors=0.0, **options)
     finally:
         hung.set()
@@ -348,12 +361,13 @@ def test_a_fault_that_nobody_has_been_told_outlives_a_sync():
 def test_prompts_that_cannot_be_played_are_refused_by_name_and_nothing_is_begun():
     engine = ScriptedEngine()
     engine.may.clear()
-    episodes = Episodes(engine, context=CONTEXT)
+    episodes = Episodes(engine, context=CONTEXT, vocabulary=VOCABULARY)
     try:
         for bad, told in (
             ([PROMPTS[1], PROMPTS[1]], "p1 is in flight"),
             ([PROMPTS[1], Prompt(prompt_id="none", ids=())], "none is empty"),
             ([PROMPTS[1], Prompt(prompt_id="long", ids=(1,) * 36)], "long has 36 tokens"),
+            ([PROMPTS[1], Prompt(prompt_id="foreign", ids=(1, VOCABULARY))], f"foreign has the id {VOCABULARY}"),
         ):
             with pytest.raises(InvalidRun, match=told):
                 episodes.put(bad, SAMPLING)
