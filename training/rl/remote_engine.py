@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bestiary.training.errors import InvalidRun, RoleLost
 from bestiary.training.rl.buckets import BUCKET_BYTES, buckets
-from bestiary.training.rl.groups import Group, Members
+from bestiary.training.rl.groups import GRACE_S, Group, Members
 from bestiary.training.rl.rollout import Rollout, Sampling
 from bestiary.training.rl.versioned import Versioned
 from bestiary.training.rl.weight_sync import Answered, Shapes, SyncFailed
@@ -111,8 +111,8 @@ class RemoteEngine(Versioned):
         try:
             return self._sent(tensors)
         except Exception:
-            with suppress(RoleLost):
-                self.members.every("drop_stream")
+            with suppress(RoleLost):  # one that hangs is not waited for: it may be why
+                self.members.every("drop_stream", timeout_s=min(GRACE_S, self.members.timeout_s / 4))
             raise
 
     def _sent(self, tensors: Iterator[tuple[str, Tensor]]) -> list[str]:
@@ -178,8 +178,12 @@ class RolloutGroup(RemoteEngine):
         self.group = group
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Elsewhere it is an engine whose processes are another's to start."""
-        return _elsewhere, (self.members, self.facts, self.bucket_bytes, self._version, self.answered)
+        """Elsewhere it is an engine whose processes are another's to start.
+
+        Who asks from there is waited for as long: an engine that hangs is told before it seems that he does.
+        """
+        members = replace(self.members, timeout_s=self.members.timeout_s / 2)
+        return _elsewhere, (members, self.facts, self.bucket_bytes, self._version, self.answered)
 
     def restart(self) -> None:
         """See `roles.Restarts`: new engines in place of dead ones; together they have no weights until a sync."""

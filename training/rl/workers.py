@@ -197,7 +197,7 @@ class RolloutWorker(RoleWorker):
 
     @everybody
     def ping(self) -> int:
-        """See `RoleWorker`; once nothing is sampled: one that hangs in that answers nobody, and is to be replaced."""
+        """See `RoleWorker`; once nothing is sampled or given up: one that hangs in that is to be replaced."""
         with self._sampling:
             return os.getpid()
 
@@ -225,7 +225,8 @@ class RolloutWorker(RoleWorker):
         """Give up what is being received: the engine has weights of no version then."""
         inflow, self._inflow = self._inflow, None
         if inflow is not None:
-            inflow.give_up()
+            with self._sampling:  # an engine that hangs in it is not alive either, see `ping`
+                inflow.give_up()
 
     def take_bucket(self, number: int, bucket: Bucket) -> None:
         """See `Inflow.put`.

@@ -1,11 +1,16 @@
 """Which processes of a group are new after a restart; no session of Ray is needed to see it."""
 
 import os
+import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from bestiary.training.rl.groups import Group
+from bestiary.training.errors import RoleLost
+from bestiary.training.rl.groups import Group, Members
+from bestiary.training.rl.remote_engine import EngineFacts, RolloutGroup
 from bestiary.training.rl.workers import RolloutWorker
 
 
@@ -34,3 +39,38 @@ def test_an_engine_that_hangs_while_it_samples_does_not_count_as_alive():
         assert told == []
     asked.join(10)
     assert told == [os.getpid()]
+
+
+def test_an_engine_that_hangs_while_it_receives_does_not_count_as_alive():
+    worker, told, hangs = object.__new__(RolloutWorker), [], threading.Event()
+    worker._sampling, worker.hosted = threading.Lock(), SimpleNamespace(receive=lambda tensors: hangs.wait(10))
+    worker.open_stream()
+    threads = [threading.Thread(target=worker.drop_stream), threading.Thread(target=lambda: told.append(worker.ping()))]
+    for one in threads:
+        one.start()
+        one.join(0.2)
+    assert told == []
+    hangs.set()
+    for one in threads:
+        one.join(10)
+    assert told == [os.getpid()]
+
+
+def test_an_engine_that_hangs_while_it_receives_is_named_before_the_policy_that_sends(monkeypatch):
+    """Who waits for the policy waits as long as the group's processes are given."""
+    members = Members("rollout", (None,), together=False, timeout_s=60.0)
+    facts = EngineFacts("Standalone", {"a": (1,)}, torch.float32, 8)
+    sender = pickle.loads(pickle.dumps(RolloutGroup(SimpleNamespace(members=members, described=[facts]))))
+    waited = []
+
+    def every(self, name, *arguments, timeout_s=None):
+        if name != "open_stream":
+            waited.append(self.timeout_s if timeout_s is None else timeout_s)
+            raise RoleLost(f"{name} was not answered.", role=self.role)
+
+    monkeypatch.setattr(Members, "every", every)
+    with pytest.raises(RoleLost, match="close_stream") as caught:
+        sender.receive(iter(()))
+    assert caught.value.role == "rollout"
+    assert len(waited) == 2
+    assert sum(waited) < members.timeout_s
