@@ -7,8 +7,10 @@ imports it before anything of ours can be asked about it, so that what we have t
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import ParamSpec, TypeVar
@@ -19,17 +21,24 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _waiting: dict[str, list[Callable[[ModuleType], object]]] = {}
+_changing = threading.Lock()
 
 
 def when_imported(name: str, then: Callable[[ModuleType], object]) -> None:
-    """Calls `then` with a module as soon as somebody has imported it; at once if that is so already."""
-    found = sys.modules.get(name)
-    if found is not None:
-        then(found)
-        return
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-    _waiting.setdefault(name, []).append(then)
+    """Calls `then` with a module as soon as somebody has imported it, whole; at once if that is so already."""
+    with _changing:
+        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Finder())
+        _waiting.setdefault(name, []).append(then)
+    if name in sys.modules:
+        _tell(name, import_module(name))  # which waits for a thread that is in the middle of it
+
+
+def _tell(name: str, module: ModuleType) -> None:
+    with _changing:
+        waited = _waiting.pop(name, [])
+    for then in waited:
+        then(module)
 
 
 def uncompiled(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -81,8 +90,7 @@ class _Finder:
 
         def execute_and_tell(module: ModuleType) -> None:
             execute(module)
-            for then in _waiting.pop(name, ()):
-                then(module)
+            _tell(name, module)
 
         spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
         return spec
