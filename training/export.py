@@ -13,6 +13,7 @@ from bestiary.bridges import FreshHeadWarning
 from bestiary.models import AutoDecoder, Decoder
 from bestiary.training.checkpoint import STATE, check_frozen, read_tensors, verify
 from bestiary.training.config import CommonConfig, read_config
+from bestiary.training.data.fingerprint import Fingerprint
 from bestiary.training.data.tokenizer import BaseHFModelTokenizer
 
 CONFIG = "config.yaml"
@@ -57,8 +58,9 @@ def load_resume_point(place: Path) -> tuple[Decoder, BaseHFModelTokenizer]:
         place: `OUT/checkpoints/step-…`; the run's `config.yaml` says base, adapters and dtype.
     Raises:
         CheckpointRefused: damaged, or its base is no longer the same.   InvalidRun: the run's file.
+        FingerprintChanged: the tokenizer is no longer the same.
     """
-    config = read_config(_Read, place.parents[1] / CONFIG)
+    config = read_config(_Read, place.absolute().parents[1] / CONFIG)
     verify(place, remedy="another resume point of the run")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FreshHeadWarning)  # the head of the run is read into it below
@@ -70,5 +72,9 @@ def load_resume_point(place: Path) -> tuple[Decoder, BaseHFModelTokenizer]:
             head="score" if config.recipe == "reward" else None,
         )
     read_tensors(place, model, None)
-    check_frozen(json.loads((place / STATE).read_text(encoding="utf-8")), model, place)
-    return model, load_tokenizer(config, model)
+    state = json.loads((place / STATE).read_text(encoding="utf-8"))
+    check_frozen(state, model, place)
+    tokenizer = load_tokenizer(config, model)
+    now = tokenizer.fingerprint
+    now.require(Fingerprint(**state["bound"]["tokenizer"], versions=now.versions), str(place / STATE))
+    return model, tokenizer

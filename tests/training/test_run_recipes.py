@@ -322,15 +322,21 @@ def test_what_a_recipe_does_not_know_is_refused(files, tmp_path, recipe, change,
 
 
 @pytest.mark.parametrize("lora", [[], ["lora.r=2"]])
-def test_any_resume_point_is_exported_as_the_run_s_end_is(files, tmp_path, lora, capsys):
+def test_any_resume_point_is_exported_as_the_run_s_end_is(files, tmp_path, lora, capsys, monkeypatch):
     out = tmp_path / "run"
     finished = run(load_run_config(files / "run.json", changes("reward", out, *lora), recipe="reward"))
     point = out / "checkpoints" / "step-00000004"
-    assert cli.main(["export", str(point), str(tmp_path / "end")]) == 0
+    monkeypatch.chdir(point.parent)
+    assert cli.main(["export", point.name, str(tmp_path / "end")]) == 0
     for file in finished.export.iterdir():
         assert (tmp_path / "end" / file.name).read_bytes() == file.read_bytes(), file.name
-    victim = next(point.glob("*.distcp"))
-    victim.write_bytes(b"x" + victim.read_bytes()[1:])
-    assert cli.main(["export", str(point), str(tmp_path / "bad")]) == 7
-    assert "CheckpointRefused" in capsys.readouterr().err
-    assert not (tmp_path / "bad").exists()
+    file, victim = out / "config.yaml", next(point.glob("*.distcp"))
+    told = file.read_text()
+    for damage, words in (
+        (lambda: file.write_text(told.replace("pad_token: null", "pad_token: <|im_start|>")), "FingerprintChanged"),
+        (lambda: victim.write_bytes(b"x" + victim.read_bytes()[1:]), "CheckpointRefused"),
+    ):
+        damage()
+        assert cli.main(["export", str(point), str(tmp_path / "bad")]) == 7
+        assert words in capsys.readouterr().err
+        assert not (tmp_path / "bad").exists()
