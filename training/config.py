@@ -448,7 +448,7 @@ def _placed(config: RunConfig, folder: Path) -> RunConfig:
     """Local paths, made to count from the folder of the file. `out` counts from where the command runs."""
     update = placed_common(config, folder)
     others = {name: getattr(config.loss, name) for name in ("reference", "teacher")}
-    local = {name: str(folder / src) for name, src in others.items() if src is not None and (folder / src).is_dir()}
+    local = {name: str(folder / src) for name, src in others.items() if src is not None and (folder / src).exists()}
     if local:
         update["loss"] = config.loss.model_copy(update=local)
     evaluation = placed_evaluation(config.evaluation_data(), config.loop.evaluation, folder)

@@ -114,3 +114,12 @@ def test_held_out_sources_are_packed_as_the_others(tmp_path):
     held["sources"][0]["kindd"] = "text"
     with pytest.raises(InvalidRun, match=r"loop\.evaluation\.sources\.0\.kindd(.|\n)*did you mean kind"):
         load_run_config(written(tmp_path, SMALL | {"loop": {"steps": 10, "evaluation": held}}))
+
+
+@pytest.mark.parametrize("made", ["checkpoint", "sums.npz"])
+def test_whom_a_loss_compares_with_counts_from_the_file(tmp_path, made):
+    """A folder, and a file of stored sums; what is neither is a hub id."""
+    (tmp_path / made).touch() if made.endswith(".npz") else (tmp_path / made).mkdir()
+    for src, found in ((made, str(tmp_path / made)), ("org/name", "org/name")):
+        config = load_run_config(written(tmp_path), ["recipe=dpo", f"loss.reference={src}"])
+        assert config.reference == found
