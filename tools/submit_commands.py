@@ -334,10 +334,14 @@ def _row(job: Job) -> str:
 
 
 def _step(out: Path) -> int | None:
-    """The last step in a run's metrics, where this machine sees them."""
-    file = out / "metrics.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    return int(json.loads(lines[-1])["step"]) if lines else None
+    """The last step in a run's metrics, where this machine sees them; None also where they are damaged."""
+    from bestiary.training.tracking import METRICS, MetricsDamaged, read_metrics
+
+    try:
+        rows = read_metrics(out / METRICS)
+    except (OSError, MetricsDamaged):  # of one run, and the others are to be listed
+        return None
+    return int(rows[-1]["step"]) if rows else None
 
 
 def _payload(jobs: Jobs, job: Job) -> dict[str, Any]:

@@ -240,6 +240,17 @@ def test_the_exit_code_is_that_of_the_command_in_the_job(tmp_path, capsys, statu
     assert ("no such file" in capsys.readouterr().out) == (status == "failed" and code is None)
 
 
+@pytest.mark.parametrize(
+    ("content", "step"),
+    [('{"step": 3}\n{"step": 4, "lo', "step 3"), ('{"step": 3}\n{"step": 4}\n', "step 4"), ("lost\n{}\n", "")],
+)
+def test_a_run_is_listed_whatever_its_metrics_have_come_to(tmp_path, content, step):
+    """A line that is being written is none yet; of what is damaged nothing is said, and other runs are listed."""
+    (tmp_path / "metrics.jsonl").write_text(content)
+    row = submit_commands._row(Job("it", "sft", str(tmp_path), "running", None, "", None, None))
+    assert row == " · ".join(filter(None, ("it", "sft", "running", step, str(tmp_path))))
+
+
 def grpo_file(folder, **more):
     """A run's file of `grpo`; its checkpoint and data are never read."""
     content = {
