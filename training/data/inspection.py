@@ -179,7 +179,7 @@ def _rows(source: SourceConfig, tokenizer: BaseHFModelTokenizer, count: int) -> 
             where = f"{shard.path.rpartition('/')[2]} row {raw.place.row}"
             try:
                 row = dict(raw.decode())
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise InvalidPlan(f"{where} cannot be decoded: {error}.", read_from=shard.path) from error
             yield where, row
             given += 1

@@ -18,11 +18,13 @@ NOT_RANKED = 0
 def ranks_by_score(scores: NDArray[np.floating], targets: NDArray[np.integer]) -> NDArray[np.int64]:
     """Rank of each user's item, from 1; items with an equal score stand before it, so that a constant gains nothing.
 
+    Nor does a score that is no number: it counts as equal to all.
+
     Args:
         scores: (users, items).   targets: (users,).
     """
     own = scores[np.arange(len(targets)), targets][:, None]
-    return np.asarray((scores >= own).sum(1), np.int64)
+    return np.asarray((~(scores < own)).sum(1), np.int64)
 
 
 def ranks_in_lists(lists: Sequence[Sequence[int]], targets: Sequence[int]) -> NDArray[np.int64]:

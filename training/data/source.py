@@ -28,8 +28,8 @@ class Source:
         name: stands in states, counts and errors; what is drawn depends on it and not on the order of sources.
         files: paths and globs of any protocol that fsspec knows, or a streamed data set of Hugging Face.
         encode: a row to its tokens, or to a tuple of them that must share a pack (a preference pair). It travels to the
-            producer processes, so it is a function or an object at the top of a module. ValueError, TypeError, KeyError
-            and BestiaryError say that the row is corrupt.
+            producer processes, so it is a function or an object at the top of a module. ValueError, TypeError,
+            KeyError, RecursionError and BestiaryError say that the row is corrupt.
         weight: share in the mixture, where the plan has no schedule.
         format: `jsonl`, `parquet`, `arrow` or `tar`; None: by the suffix.
         storage_options: for fsspec.

@@ -13,7 +13,8 @@ from bestiary.training.data.source import Cursor, Drawn, Reader, Source
 from bestiary.training.data.tokens import IGNORED, Tokens
 
 StreamState = dict[str, Any]
-ROW_ERRORS = (BestiaryError, ValueError, TypeError, KeyError)  # what says that the row, not the program, is wrong
+# What says that the row, not the program, is wrong; the last one of JSON that is nested too deeply to be read.
+ROW_ERRORS = (BestiaryError, ValueError, TypeError, KeyError, RecursionError)
 COUNTS = ("documents", "tokens", "loss_tokens", "corrupt", "left_out")
 
 

@@ -166,6 +166,8 @@ def test_metrics_of_one_right_item():
     scores = np.array([[0.1, 0.9, 0.5], [0.2, 0.2, 0.2], [3.0, 2.0, 1.0]])
     ranks = ranks_by_score(scores, np.array([1, 0, 2]))
     assert ranks.tolist() == [1, 3, 3]  # a constant score ranks the item last
+    lost = np.array([[np.nan, 1.0, np.nan], [np.nan, 2.0, 1.0]])
+    assert ranks_by_score(lost, np.array([1, 0])).tolist() == [3, 3]  # what is no number gains nothing either
     assert recall_at(ranks, 1) == pytest.approx(1 / 3)
     assert ndcg_at(ranks, 3) == pytest.approx((1 + 0.5 + 0.5) / 3)
     assert mean_reciprocal_rank(ranks) == pytest.approx((1 + 1 / 3 + 1 / 3) / 3)

@@ -106,6 +106,7 @@ def corrupt_plan(folder: Path, bad: str, **changes: object) -> Plan:
     ("bad", "why"),
     [
         ('{"input_ids": [1, 2', "JSONDecodeError"),
+        ('{"input_ids": ' + "[" * 5000 + "]" * 5000 + "}", "RecursionError"),
         ("[1, 2]", "a JSON object is wanted, this is list"),
         ('{"text": "no ids"}', "KeyError: 'input_ids'"),
         ('{"input_ids": [5, 6], "labels": [6, -100]}', "labels are not shifted here"),
