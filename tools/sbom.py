@@ -27,8 +27,12 @@ def collect(root: str = ROOT) -> tuple[dict[str, Distribution], list[str]]:
     found: dict[str, Distribution] = {}
     missing = set[str]()
     waiting = [(canonicalize_name(root), "", True)]
+    seen = set[tuple[str, str]]()  # with its extra: one that comes later brings requirements of its own
     while waiting:
         name, extra, direct = waiting.pop()
+        if (name, extra) in seen:
+            continue
+        seen.add((name, extra))
         try:
             held = found.setdefault(name, distribution(name))
         except PackageNotFoundError:
@@ -38,9 +42,7 @@ def collect(root: str = ROOT) -> tuple[dict[str, Distribution], list[str]]:
             required = _requirement(text, extra, every=direct)
             if required is None:
                 continue
-            child = canonicalize_name(required.name)
-            if child not in found:
-                waiting += [(child, one, False) for one in ("", *required.extras)]
+            waiting += [(canonicalize_name(required.name), one, False) for one in ("", *required.extras)]
     return dict(sorted(found.items())), sorted(missing)
 
 

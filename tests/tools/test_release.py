@@ -7,6 +7,7 @@ import sys
 import tarfile
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -64,6 +65,18 @@ def test_the_bill_of_materials_holds_every_requirement_in_the_version_that_is_he
     assert set(edges) == refs
     torch = next(one for one in made["dependencies"] if one["ref"].startswith("pkg:pypi/torch@"))
     assert any(ref.startswith("pkg:pypi/sympy@") for ref in torch["dependsOn"])
+
+
+def test_the_bill_holds_what_an_extra_brings_of_a_package_that_is_known_already(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One requirement asks for the package, another one for it with the extra; and a cycle ends."""
+    requires = {"root": ["a", "b"], "a": ["plain[more]"], "b": ["plain"], "plain": ['c; extra == "more"'], "c": ["b"]}
+    made = {name: SimpleNamespace(requires=texts) for name, texts in requires.items()}
+    monkeypatch.setattr(sbom, "distribution", lambda name: made[name])
+    for order in (["a", "b"], ["b", "a"]):
+        made["root"].requires = order
+        assert sbom.collect("root") == ({name: made[name] for name in sorted(made)}, [])
 
 
 @pytest.mark.slow
