@@ -168,7 +168,7 @@ def examine(*, checks: bool = True, say: Callable[[str], None] = lambda _: None)
     found = Diagnosis(
         versions=versions,
         outside=[
-            f"{name} {number}, run with {wanted[canonicalize_name(name)]}"
+            f"{name} {number}, run with {name}{wanted[canonicalize_name(name)]}"
             for name, number in have.items()
             if number != "missing" and not _inside(wanted.get(canonicalize_name(name)), number)
         ],
@@ -362,12 +362,14 @@ def _compile() -> str:
 
 
 def _advice(found: Diagnosis) -> list[str]:
+    wanted = _requirements()
     lines = [
-        f"{name} is missing and bestiary needs it: pip install --force-reinstall bestiary"
+        f"{name} is missing and bestiary needs it: "
+        f"pip install --force-reinstall '{name}{wanted.get(canonicalize_name(name), '')}'"
         for name, number in found.versions.items()
         if number == "missing"
     ]
-    lines += [f"{text} only: pip install 'bestiary' brings a version that was run" for text in found.outside]
+    lines += [f"{text} only: pip install '{text.rpartition(' ')[2]}'" for text in found.outside]
     missing = {feature["name"]: feature["command"] for feature in found.features if feature["missing"]}
     if "triton" in missing and found.machine["devices"]:
         lines.append(f"there is a GPU and no Triton, so slower kernels run: {missing['triton']}")

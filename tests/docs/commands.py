@@ -99,7 +99,7 @@ def _make(arguments: list[str]) -> None:
 def _pip(arguments: list[str]) -> None:
     assert arguments[0] == "install"
     for wanted in arguments[1:]:
-        named = re.fullmatch(r"bestiary(?:\[([a-z,]+)\])?", wanted)
+        named = re.fullmatch(r"(?:bestiary|\.)(?:\[([a-z,]+)\])?", wanted)
         assert named is not None, wanted
         assert sorted(set((named[1] or "").split(",")) - EXTRAS - {""}) == []
 

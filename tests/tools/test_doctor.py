@@ -69,6 +69,7 @@ def test_a_required_package_that_is_not_there_is_the_diagnosis():
     assert done.returncode == 7, done.stderr
     found = json.loads(done.stdout)
     assert found["versions"]["huggingface_hub"] == "missing"
+    assert "pip install --force-reinstall 'huggingface_hub<3,>=2.4'" in found["advice"][0]
     assert found["checks"] == []
 
 
@@ -127,7 +128,8 @@ def test_a_check_that_raises_is_booked(monkeypatch):
 def test_versions_that_were_not_run_are_told(monkeypatch):
     monkeypatch.setattr(doctor, "installed", lambda package: "0.1" if package == "peft" else doctor.version(package))
     monkeypatch.setattr(doctor, "_hub", lambda: {"address": "", "reachable": None})
-    assert [text for text in doctor.examine(checks=False).outside if text.startswith("peft 0.1, run with")]
+    (told,) = [line for line in doctor.examine(checks=False).advice if line.startswith("peft 0.1, run with")]
+    assert told.endswith("pip install 'peft<0.22,>=0.21'")
 
 
 def test_every_module_of_a_feature_is_named_as_python_knows_it():
