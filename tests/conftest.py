@@ -1,5 +1,6 @@
 """Settings shared by all tests."""
 
+import gc
 import os
 import sys
 import weakref
@@ -13,6 +14,7 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from torch import Tensor
 
+MODULES = 50  # imported since: their objects are worth setting aside
 LARGE = 2 * 2**30  # bytes, of which a worker with all imports and tokenizers has a good half
 # A first call may load a library or compile: how long one example takes says nothing about the property.
 settings.register_profile("bestiary", deadline=None)
@@ -46,10 +48,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Behind all imports of test modules."""
+    set_aside()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries look at what is left of them when the interpreter ends."""
+    gc.unfreeze()
+
+
+known = 0
+
+
+def set_aside() -> None:
+    """Takes what was imported out of the collector's sight: a full collection among millions of objects takes a second.
+
+    Runs, trainers and engines ask for one each, some hundreds in all. Garbage goes first, or it would stay for ever.
+    """
+    global known
+    if len(sys.modules) >= known + MODULES:
+        known = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def memory_given_back() -> Iterator[None]:
     """Behind a module: compiled graphs, garbage and free heap pages of a process that has grown large."""
     yield
+    set_aside()
     if "torch" not in sys.modules:
         return
     from bestiary.tools.bench import process
