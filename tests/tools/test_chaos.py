@@ -20,7 +20,7 @@ def weights(out):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_under_fire_trains_every_prompt_once_and_is_the_run_of_one_process(session, tmp_path):
-    placement = {**chaos.PLACEMENT, "rollout": 1}
+    placement = {**chaos.PLACEMENT, "policy": 1, "rollout": 1}
     file = chaos.write_run(tmp_path, ROUNDS, placement=placement)
     outcome, killer, stops = chaos.under_fire(file, chaos.ROLES, seed=1)
     assert (outcome.round, outcome.rounds, outcome.stopped, stops) == (ROUNDS, ROUNDS, None, 0)
