@@ -172,6 +172,8 @@ class Trainer:
             evaluation = self.loop.evaluation
             if evaluation is not None and evaluation.at_start and self.progress.step == 0:
                 self._evaluated(evaluation)
+            elif evaluation is not None:
+                self._run_out(evaluation.patience)  # a run that ended so ends so again
             while self.progress.step < self.steps and self.stopped is None:
                 if not self._step(batches):
                     self.stopped = "the data is over"
@@ -354,6 +356,11 @@ class Trainer:
             progress.best, progress.worse = loss, 0
             return
         progress.worse += 1
+        self._run_out(patience)
+
+    def _run_out(self, patience: int | None) -> None:
+        """Stop where nothing got better for so many evaluations."""
+        progress = self.progress
         if patience is not None and progress.worse >= patience:
             self.stopped = f"no better evaluation than {progress.best:.4g} in {progress.worse}"
 

@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -187,6 +188,12 @@ def test_the_run_stops_when_evaluations_get_no_better(file):
     assert made.stopped is not None
     assert "no better evaluation" in made.stopped
     assert len(set(made.log.of("eval/loss"))) == 1
+    again, more = (trainer(file, steps=40, loop=loop, held_out=held_out(file, 2)) for _ in range(2))
+    more.loop = loop.model_copy(update={"evaluation": evaluation.model_copy(update={"patience": 3})})
+    for one, step in ((again, 6), (more, 8)):  # started again it has ended, but for one that has more patience
+        one.progress, one.lr = replace(made.progress), 0.0
+        one.fit()
+        assert (one.progress.step, one.stopped is None) == (step, False)
 
 
 def test_an_evaluation_at_the_start_is_that_of_the_model_as_it_came(file):

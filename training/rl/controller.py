@@ -170,12 +170,14 @@ class Controller:
         self.prompts.load_state(state["prompts"])
         self.ledger = Ledger.from_json(state["ledger"])
         self.ledger.check(policy.trained())
+        enough = None
         if self.held_out is not None:
             self.held_out.load_state(state["held_out"])
+            enough = self.held_out.enough()
         if self._logged < 0:
             self._logged, self.resumed = policy.version, None if found is None else policy.version
         self._answered.clear()
-        self.stopped = self.stopped if self.interrupted else None
+        self.stopped = self.stopped if self.interrupted else enough
         sampler.pause()
         self._paused = True
         self._sync()

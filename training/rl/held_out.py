@@ -58,6 +58,10 @@ class HeldOut:
             self.best, self.worse = reward, 0
             return None
         self.worse += 1
+        return self.enough()
+
+    def enough(self) -> str | None:
+        """Why the run ends by what is remembered, also of one that is started again; None: it goes on."""
         if self.patience is None or self.worse < self.patience:
             return None
         return f"no better held-out reward than {self.best:.4g} in {self.worse}"

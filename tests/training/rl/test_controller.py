@@ -394,6 +394,9 @@ def test_held_out_rewards_that_get_no_better_end_the_run_and_a_resume_remembers(
     again.fit()
     assert (again.resumed, again.round) == (1, 3)
     assert again.stopped == "no better held-out reward than 0.5 in 3"
+    ended = controller(tmp_path, scorer=Even(flat), held_out=examined(every=1, patience=3), rounds=9)
+    ended.fit()
+    assert (ended.resumed, ended.round, ended.stopped) == (3, 3, again.stopped)
 
 
 def test_experiences_are_kept_where_asked(tmp_path):
