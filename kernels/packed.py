@@ -40,7 +40,7 @@ class _Packed:
 
 
 class _Block:
-    """The packed weights of one block of code, whose products have `rows` rows."""
+    """The packed weights of one block of code, whose products have `rows` rows at most."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -79,14 +79,14 @@ _block: ContextVar[_Block | None] = ContextVar("bestiary_packed_weights", defaul
 
 @contextmanager
 def packed_weights(*, uses: int, rows: int) -> Iterator[None]:
-    """Pack each weight that `kernels.linear` meets inside the block at its first product of `rows` rows.
+    """Pack each weight that `kernels.linear` meets inside the block at its first product of at most `rows` rows.
 
     Only without gradients, on CPUs, in fp32 and bf16, only parameters and parts of them, and only in this thread (or
     task). A block inside a block keeps its own copies. At the end, also after an exception, all copies are gone.
 
     Args:
         uses: how often the block will use each weight; below `USES` nothing is packed.
-        rows: of the products that there will be many of; all others read the weights where they lie.
+        rows: at most, of the products that there will be many of; larger ones read the weights where they lie.
     Cost:
         At most `BYTES` of memory; which weights are packed depends on the order of their use, shapes and dtypes alone.
     """
@@ -108,11 +108,13 @@ def packs() -> bool:
 def packed(weight: Tensor, rows: int) -> Tensor:
     """What oneDNN's inner product of `rows` rows should read: the weight, or inside `packed_weights` its packed copy.
 
+    Fewer rows than the block is for are what is left of them when some are done.
+
     Args:
         weight: (out, in), contiguous, fp32 or bf16, on the CPU.
     """
     block = _block.get()
-    if block is None or rows != block.rows or torch.is_grad_enabled():
+    if block is None or rows > block.rows or torch.is_grad_enabled():
         return weight
     if rows == 1 and weight.dtype == torch.float32:
         return weight  # there is nothing to gather for, and at most an eighth to gain

@@ -41,6 +41,8 @@ _NEUTRAL: Mapping[str, float] = {
 
 _KNOWN = frozenset({"bestiary", "torch"})  # packages whose modules leave weights alone
 _LIKELY = 1024  # tokens among which the nucleus is looked for first
+_BLOCK = 1024  # tokens whose mass is summed before a drawn token is looked up among them
+_GOING = 0.75  # of the rows in the cache: at fewer that go on, those that ended leave it
 
 
 @dataclass(frozen=True)
@@ -60,21 +62,48 @@ class Sampling:
                 f"top_k = {self.top_k}, top_p = {self.top_p}.", remedy="top_k ≥ 0 (0: off), top_p in (0, 1] (1: off)"
             )
 
-    def choose(self, logits: Tensor, generator: torch.Generator | None, drawn: Tensor | None = None) -> Tensor:
+    def choose(
+        self,
+        logits: Tensor,
+        generator: torch.Generator | None,
+        drawn: Tensor | None = None,
+        probabilities: Tensor | None = None,
+    ) -> Tensor:
         """(B, V) → (B,) token ids.
 
         Args:
             drawn: (B,) numbers in [0, 1) that choose, in place of the generator's.
+            probabilities: of `unfiltered`, where they are known already.
         """
         if not self.do_sample:
             return logits.argmax(-1)
         # One uniform number a row, looked up in the cumulative distribution: `multinomial` draws one for each token of
-        # the vocabulary, which takes longer than the forward pass. In float64, so that rare tokens keep their share.
-        reached = self.filtered(logits / self.temperature).softmax(-1).cumsum(-1, dtype=torch.float64)
+        # the vocabulary, which takes longer than the forward pass.
         if drawn is None:
-            drawn = torch.rand(len(logits), generator=generator, dtype=reached.dtype, device=logits.device)
-        place = drawn.to(reached.dtype)[:, None] * reached[:, -1:]
-        return torch.searchsorted(reached, place, right=True).squeeze(-1)
+            drawn = torch.rand(len(logits), generator=generator, dtype=torch.float64, device=logits.device)
+        if probabilities is None:
+            probabilities = self.filtered(self._scaled(logits)).softmax(-1)
+        return _looked_up(probabilities, drawn.double())
+
+    def unfiltered(self, logits: Tensor) -> Tensor | None:
+        """Probabilities (B, V) of all tokens, if they are those that choose; None: greedy, or there are filters."""
+        if not self.do_sample or self.top_k or self.top_p < 1.0:
+            return None
+        return self._scaled(logits).softmax(-1)
+
+    def log_probs(self, logits: Tensor, ids: Tensor, probabilities: Tensor | None = None) -> Tensor:
+        """(B, V), (B,) → (B,): log softmax(logits / temperature) at `ids`, before any filter.
+
+        Args:
+            probabilities: of `unfiltered`, where they are known already; of what was drawn from them none is 0.
+        """
+        if probabilities is not None:
+            return probabilities.gather(-1, ids[:, None]).log().squeeze(-1)
+        return self._scaled(logits).log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """What the softmax is of: greedy has no temperature."""
+        return logits / self.temperature if self.do_sample and self.temperature != 1.0 else logits
 
     def filtered(self, logits: Tensor) -> Tensor:
         """Logits with everything outside top-k, then outside the smallest set of mass ≥ top_p, at −inf."""
@@ -90,6 +119,32 @@ class Sampling:
             kept = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order, inside)
             logits = logits.masked_fill(~kept, -torch.inf)
         return logits
+
+
+def _looked_up(probabilities: Tensor, drawn: Tensor) -> Tensor:
+    """(B, V) and (B,) in [0, 1) → (B,): the first token up to which more than that share of the mass lies.
+
+    First among blocks of tokens, then inside one: a running sum over a large vocabulary takes as long as the head.
+    Running sums are in float64, so that rare tokens keep their share.
+    """
+    vocab = probabilities.shape[-1]
+    whole = vocab // _BLOCK * _BLOCK
+    blocks = probabilities[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(-1) if whole else probabilities[:, :0]
+    masses = torch.cat((blocks, probabilities[:, whole:].sum(-1, keepdim=True)), dim=-1).double()
+    block, share = _place(masses, drawn)
+    ids = block[:, None] * _BLOCK + torch.arange(min(_BLOCK, vocab), device=probabilities.device)
+    inside = probabilities.gather(-1, ids.clamp(max=vocab - 1)).double().masked_fill(ids >= vocab, 0.0)
+    return block * _BLOCK + _place(inside, share)[0]
+
+
+def _place(masses: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, n) and (B,) in [0, 1) → where the running sum passes that share of its end, and the share of that mass."""
+    reached = masses.cumsum(-1)
+    wanted = share[:, None] * reached[:, -1:]
+    place = torch.searchsorted(reached, wanted, right=True).clamp(max=masses.shape[-1] - 1)
+    mass = masses.gather(-1, place)
+    within = 1.0 - (reached.gather(-1, place) - wanted) / mass
+    return place.squeeze(-1), within.clamp(0.0, 1.0 - 2.0**-53).squeeze(-1)
 
 
 class GenerationMixin:
@@ -122,6 +177,7 @@ class GenerationMixin:
         pad_token_id: int | None = None,
         generator: torch.Generator | None = None,
         uniforms: Tensor | None = None,
+        prompt_of: Tensor | None = None,
         finished: Callable[[bool], bool] | None = None,
         allowed: Callable[[Tensor], Tensor] | None = None,
         return_log_probs: bool = False,
@@ -140,6 +196,8 @@ class GenerationMixin:
             pad_token_id: fills rows that ended; default the configured one, else a stop id.
             uniforms: (B, max_new_tokens) numbers in [0, 1) that choose the tokens in place of the generator's, so that
                 a row's answer depends on its own numbers and not on its neighbours.
+            prompt_of: (R,) int64, the row of `input_ids` that each answer continues; None: one answer to each. What is
+                said of B below and in `uniforms` and `allowed` is then said of R; prompts are computed once.
             finished: of a model that lies in parts on several processes, each with prompts of its own: whether all of
                 them are done, from whether this one is. All call it after every token and stop together.
             allowed: what was generated, (B, n) int64, to the ids that may follow in each row, (B, k) int64, −1 for no
@@ -152,8 +210,9 @@ class GenerationMixin:
             `allowed` the softmax is over those ids, and a row ends where there are none.
         Raises:
             InvalidInput: a score head, right padding, an empty row, a length beyond the context without `allow_long`,
-                uniforms of another shape, nothing allowed at the beginning of a row.
+                uniforms of another shape, a prompt that is none, nothing allowed at the beginning of a row.
         Cost:
+            Rows that ended are not computed further once they are a quarter of those that are.
             On CPUs the weights are packed for the length of the call where that pays (`kernels.packed`): a copy of at
             most 2 GiB. Not with hooks or modules of others, which could write weights behind torch's back (`.data`);
             other threads must not do so meanwhile.
@@ -172,19 +231,23 @@ class GenerationMixin:
         pad = _pad_id(model, pad_token_id, settings, stops)
         mask = _left_padding(input_ids, attention_mask)
         sequence_length = _checked_length(model, input_ids, mask, max_new_tokens, allow_long)
-        if uniforms is not None and uniforms.shape != (len(input_ids), max_new_tokens):
-            raise InvalidInput(
-                f"uniforms is {tuple(uniforms.shape)}.", remedy=f"pass ({len(input_ids)}, {max_new_tokens})"
-            )
+        device, use_cache = input_ids.device, use_cache and not _frequencies_change(model, sequence_length)
+        if prompt_of is not None:
+            _check_prompts(prompt_of, len(input_ids))
+        sequence = input_ids if prompt_of is None else input_ids[prompt_of]
+        prompt, rows = input_ids.shape[1], len(sequence)
+        if uniforms is not None and uniforms.shape != (rows, max_new_tokens):
+            raise InvalidInput(f"uniforms is {tuple(uniforms.shape)}.", remedy=f"pass ({rows}, {max_new_tokens})")
 
-        device, rows = input_ids.device, input_ids.shape[0]
         stop_tensor = torch.tensor(stops, dtype=input_ids.dtype, device=device)
         running = torch.ones(rows, dtype=torch.bool, device=device)
-        use_cache = use_cache and not _frequencies_change(model, sequence_length)
+        live = torch.arange(rows, device=device)  # rows that are computed
         cache = Cache(model.decoder_config) if use_cache else None
-        sequence, log_probs = input_ids, []
-        words = None if allowed is None else _first_allowed(allowed, input_ids)
+        log_probs: list[Tensor] = []
+        words = None if allowed is None else _first_allowed(allowed, sequence)
         unseen = input_ids
+        if cache is None and prompt_of is not None:
+            unseen, mask = sequence, None if mask is None else mask[prompt_of]
         cheap = use_cache and _is_unobserved(model)
         with packed_weights(uses=max_new_tokens - 1 if cheap else 0, rows=rows):
             for place in range(max_new_tokens):
@@ -194,28 +257,51 @@ class GenerationMixin:
                 )
                 logits = output["logits"][:, -1]
                 logits = logits.to(at_least_fp32(logits.dtype))  # a cumulative sum in bf16 would not reach top_p
+                if place == 0 and cache is not None and prompt_of is not None:
+                    logits, mask = logits[prompt_of], None if mask is None else mask[prompt_of]
+                    cache.reorder(prompt_of)
                 drawn = None if uniforms is None else uniforms[:, place]
+                if drawn is None and sampling.do_sample:  # of rows that ended too: they change nothing for the others
+                    drawn = torch.rand(rows, generator=generator, dtype=torch.float64, device=device)
                 if words is not None:
                     logits = logits.gather(-1, words.clamp(min=0)).masked_fill(words < 0, -torch.inf)
-                taken = torch.where(running, sampling.choose(logits, generator, drawn), 0)
+                going = running[live]
+                whole = sampling.unfiltered(logits)
+                taken = sampling.choose(logits, generator, None if drawn is None else drawn[live], whole)
+                taken = torch.where(going, taken, 0)
                 if return_log_probs:
-                    scored = (logits / sampling.temperature if sampling.do_sample else logits).log_softmax(-1)
-                    log_probs.append(torch.where(running, scored.gather(-1, taken[:, None]).squeeze(-1), 0.0))
+                    told = torch.where(going, sampling.log_probs(logits, taken, whole), 0.0)
+                    log_probs.append(told.new_zeros(rows).index_copy(0, live, told))
                 named = taken if words is None else words.gather(-1, taken[:, None]).squeeze(-1)
-                chosen = torch.where(running, named, pad)
+                chosen = sequence.new_full((rows,), pad).index_copy(0, live, torch.where(going, named, pad))
                 sequence = torch.cat((sequence, chosen[:, None]), dim=1)
                 if mask is not None:
-                    mask = torch.cat((mask, mask.new_ones(rows, 1)), dim=1)
+                    mask = torch.cat((mask, mask.new_ones(len(mask), 1)), dim=1)
                 running = running & ~torch.isin(chosen, stop_tensor)
                 if allowed is not None:
-                    words = allowed(sequence[:, input_ids.shape[1] :])
+                    words = allowed(sequence[:, prompt:])
                     running = running & (words >= 0).any(-1)
                 if stops or words is not None:
-                    done = not bool(running.any())
-                    if done if finished is None else finished(done):
+                    left = int(running.sum())
+                    if left == 0 if finished is None else finished(left == 0):
                         break
-                unseen = chosen[:, None] if use_cache else sequence
+                    if cache is not None and left <= _GOING * len(live):
+                        # One that ended keeps other processes company.
+                        kept = running[live].nonzero().squeeze(-1) if left else live.new_zeros(1)
+                        cache.reorder(kept)
+                        live, mask = live[kept], None if mask is None else mask[kept]
+                if words is not None:
+                    words = words[live]
+                unseen = sequence if cache is None else chosen[live, None]
         return (sequence, torch.stack(log_probs, dim=1)) if return_log_probs else sequence
+
+
+def _check_prompts(prompt_of: Tensor, prompts: int) -> None:
+    if prompt_of.dim() != 1 or not len(prompt_of) or int(prompt_of.min()) < 0 or int(prompt_of.max()) >= prompts:
+        raise InvalidInput(
+            f"prompt_of is {tuple(prompt_of.shape)}, {prompt_of.tolist()[:8]}…, of {prompts} prompts.",
+            remedy="(answers,), for each the row of input_ids that it continues",
+        )
 
 
 def _first_allowed(allowed: Callable[[Tensor], Tensor], input_ids: Tensor) -> Tensor:

@@ -60,13 +60,16 @@ def test_products_are_those_of_the_weight(dtype: torch.dtype, with_bias: bool, c
     assert len(copies) == 1
 
 
-def test_a_row_more_or_less_reads_the_weight_where_it_lies(copies: list[object]) -> None:
-    """A prompt is not what the block is for."""
+def test_more_rows_read_the_weight_where_it_lies_and_fewer_the_copy(copies: list[object]) -> None:
+    """A prompt is not what the block is for; answers end one after the other."""
     x, weight = setting()
     with packed_weights(uses=USES, rows=BATCH):
-        for other in (x[:-1], torch.cat((x, x)), x.expand(BATCH, ROWS, 96)):
-            expect(linear(other, weight), other, weight)
-    assert not copies
+        for more in (torch.cat((x, x)), x.expand(BATCH, ROWS, 96)):
+            expect(linear(more, weight), more, weight)
+        assert not copies
+        for fewer in (x[:-1], x[:2]):
+            expect(linear(fewer, weight), fewer, weight)
+    assert len(copies) == 1
 
 
 UNFIT: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {

@@ -138,6 +138,26 @@ def test_the_nucleus_is_found_in_a_large_vocabulary(spread: float) -> None:
         assert torch.equal(kept[row], expected)
 
 
+@pytest.mark.parametrize("vocab", [1, 5, 1024, 1025, 5000])
+def test_a_token_is_drawn_where_the_running_sum_passes_its_number(vocab: int) -> None:
+    """However many blocks the vocabulary has, and never one without mass; with its log-probability."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = 4 * torch.randn(64, vocab, dtype=torch.float64, generator=generator)
+    logits[:, 1::3] = -torch.inf
+    drawn = torch.cat((torch.zeros(1), torch.rand(62, generator=generator), torch.ones(1))).double()
+    drawn[-1] = 1 - 2.0**-53
+    sampling = Sampling(do_sample=True, temperature=0.7)
+    found = sampling.choose(logits, None, drawn)
+    whole = (logits / 0.7).softmax(-1).cumsum(-1)
+    expected = torch.searchsorted(whole, drawn[:, None] * whole[:, -1:], right=True).squeeze(-1)
+    assert torch.equal(found[:-1], expected[:-1])
+    assert (logits.gather(-1, found[:, None]) > -torch.inf).all()
+    scored = (logits / 0.7).log_softmax(-1).gather(-1, found[:, None]).squeeze(-1)
+    for known in (None, sampling.unfiltered(logits)):
+        torch.testing.assert_close(sampling.log_probs(logits, found, known), scored, rtol=1e-12, atol=1e-12)
+        assert torch.equal(sampling.choose(logits, None, drawn, known), found)
+
+
 @pytest.mark.slow
 def test_rare_tokens_are_drawn_as_often_as_they_should() -> None:
     """The last of 50 000 tokens, each of which is rarer than a rounding of fp32 next to 1."""
@@ -203,6 +223,43 @@ def test_rows_end_at_any_of_several_stop_ids() -> None:
         assert (stopped[row, end + 1 :] == 199).all()
     one = model.generate(ids[1:2], mask[1:2], max_new_tokens=NEW, stop_token_ids=stops[1])
     assert one[0, -1] == stops[1]
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_answers_to_one_prompt_are_those_of_as_many_prompts(use_cache: bool) -> None:
+    """Prompts are computed once, in any order of their answers, and rows that ended no further."""
+    model = tiny("gemma3", tie_word_embeddings=False)
+    ids, mask = left_padded()
+    which = torch.tensor([2, 0, 0, 1, 2, 0, 1])
+    sampled: dict[str, Any] = {
+        "max_new_tokens": NEW,
+        "do_sample": True,
+        "stop_token_ids": tuple(range(0, VOCAB, 9)),
+        "pad_token_id": 199,
+        "uniforms": torch.rand(7, NEW, generator=torch.Generator().manual_seed(5)),
+        "return_log_probs": True,
+        "use_cache": use_cache,
+    }
+    expected = model.generate(ids[which], mask[which], **sampled)
+    rows: list[int] = []
+    model.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    found = model.generate(ids, mask, prompt_of=which, **sampled)
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-9, atol=1e-9)
+    lengths = (found[1] != 0).sum(-1)
+    assert lengths.unique().numel() > 3
+    if use_cache:
+        assert rows[:2] == [3, 7]
+        assert 4 * sum(rows[1:]) < 5 * sum(int((lengths > place).sum()) for place in range(1, len(rows)))
+    else:
+        assert set(rows) == {7}
+
+
+@pytest.mark.parametrize("wrong", [[], [0, 3], [-1], [[0]]])
+def test_an_answer_needs_a_prompt(wrong: list[Any]) -> None:
+    """Its row, by number."""
+    with pytest.raises(InvalidInput, match="of 3 prompts"):
+        tiny("qwen3").generate(tokens(3, 4), max_new_tokens=1, prompt_of=torch.tensor(wrong, dtype=torch.int64))
 
 
 def test_log_probs_are_those_of_the_forward_pass() -> None:

@@ -22,8 +22,8 @@ Agree = Callable[[int], int]
 class EmbeddedEngine:
     """A `RolloutEngine` on a model in this process; adapters are on, dropout is off.
 
-    Prompts of unequal lengths are padded on the left, the longest together. Weights need no sync: they are the
-    trainer's, so `version` is what the trainer says.
+    A prompt is computed once for all its answers that are sampled together. Prompts of unequal lengths are padded on
+    the left, the longest together. Weights need no sync: they are the trainer's, so `version` is what the trainer says.
 
     Args:
         model: of the policy; what lies in parts on several processes is gathered while it answers.
@@ -63,7 +63,9 @@ class EmbeddedEngine:
     def _answers(self, rows: Sequence[tuple[int, Sequence[int], int]], sampling: Sampling) -> list[Rollout]:
         """One answer to each (place, prompt, seed); with none, a row that only keeps the others company."""
         device = next(self.model.parameters()).device
-        ids, mask = _left_padded([prompt for _, prompt, _ in rows] or [[0]])
+        prompts = {place: prompt for place, prompt, _ in rows}
+        line = {place: number for number, place in enumerate(prompts)}
+        ids, mask = _left_padded([*prompts.values()] or [[0]])
         drawn = [uniforms(seed, sampling.max_tokens) for _, _, seed in rows]
         numbers = np.stack(drawn) if drawn else np.zeros((1, sampling.max_tokens))
         tracks = None if sampling.constraint is None else Tracks(sampling.constraint, sampling.stop_ids)
@@ -78,6 +80,7 @@ class EmbeddedEngine:
             stop_token_ids=sampling.stop_ids,
             pad_token_id=0,
             uniforms=torch.from_numpy(numbers).to(device),
+            prompt_of=torch.tensor([line[place] for place, _, _ in rows], device=device) if rows else None,
             finished=None if self._agree is None else partial(self._finished, self._agree, not rows),
             allowed=None if tracks is None else partial(self._allowed, tracks),
             return_log_probs=True,
@@ -91,8 +94,8 @@ class EmbeddedEngine:
             length = int(ends.argmax()) + 1 if ends.any() else sampling.max_tokens
             finish: Finish = "stop" if ends.any() else "length"
             allowed = None if tracks is None else tracks.of(row, length)
-            ids = words[:length].astype(np.int32)
-            made.append(Rollout(place, ids, values[:length], finish, self.version, allowed))
+            said_ids = words[:length].astype(np.int32)
+            made.append(Rollout(place, said_ids, values[:length], finish, self.version, allowed))
         return made
 
     @staticmethod
