@@ -66,17 +66,18 @@ class Throughput:
 
         def made(pack: Pack) -> Made:
             borders = pack.borders[: pack.documents + 1]
-            self.book((borders[1:] - borders[:-1]).tolist(), pack.loss_tokens)
+            self.book((borders[1:] - borders[:-1]).tolist(), pack.loss_tokens, pack.repeated)
             return make(pack)
 
         return made
 
-    def book(self, lengths: Sequence[int], targets: int) -> None:
-        """A micro-batch: lengths of its documents, and positions with a label."""
+    def book(self, lengths: Sequence[int], targets: int, repeated: Sequence[int] = ()) -> None:
+        """A micro-batch: lengths of its documents, positions with a label, beginnings that are not computed again."""
         for flops in self._flops:
             total = flops.totals(lengths, len(lengths) if flops.scores_documents else targets)
-            self._model += total.model
-            self._hardware += total.hardware
+            again = flops.totals(repeated, 0)
+            self._model += total.model - again.model
+            self._hardware += total.hardware - again.hardware
 
     def read(
         self, *, seconds: float, tokens: int, useful_tokens: int, loss_tokens: int, data_wait_s: float

@@ -63,6 +63,16 @@ class Pack:
     number: int = 0
 
     @property
+    def slots(self) -> int:
+        """Tokens that are computed, padding included."""
+        return len(self.input_ids)
+
+    @property
+    def repeated(self) -> tuple[int, ...]:
+        """Lengths of beginnings that documents share, each as often as it is not computed again."""
+        return ()
+
+    @property
     def useful_tokens(self) -> int:
         """All but padding."""
         return int(self.borders[self.documents])

@@ -254,6 +254,8 @@ class RoundsSection(Section):
     Attributes:
         steps: rounds; None: as many as data.epochs gives, counted before the run.
         prompts: of a round.   updates: optimiser steps that they are divided over.   passes: over all of them.
+        share_prompts: the policy computes a prompt once for all its answers, where that is less work; not of a model in
+            several processes, compiled or with activation checkpointing.
         staleness: rounds that sampling may be ahead of training; 0: it waits for every update.
         restarts: of one role in one round.
         seed: of fresh adapters and dropout.   deterministic: refuse operations that are not.
@@ -268,6 +270,7 @@ class RoundsSection(Section):
     prompts: Count = 8
     updates: Count = 1
     passes: Count = 1
+    share_prompts: bool = True
     staleness: Annotated[int, Field(ge=0)] = 0
     restarts: Count = 3
     seed: int = 0

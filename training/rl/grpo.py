@@ -53,6 +53,7 @@ from bestiary.training.rl.roles import Frozen, Scorer
 from bestiary.training.rl.rollout import Constraint, RolloutEngine, Sampling
 from bestiary.training.rl.rollout_check import computed_in
 from bestiary.training.rl.rounds import Roles, Rounds
+from bestiary.training.rl.shared_prompts import shares
 from bestiary.training.rl.tools import Tools
 from bestiary.training.run import (
     EXPORT,
@@ -337,7 +338,12 @@ def local_policy(
     seed_all(loop.seed, 0, data.rank)
     policy = LocalPolicy(
         trainer,
-        Room(config.data.pack_length, tokenizer.pad_id, data.largest if data.size > 1 else None),
+        Room(
+            config.data.pack_length,
+            tokenizer.pad_id,
+            data.largest if data.size > 1 else None,
+            shares=loop.share_prompts and here.size == 1 and shares(model),
+        ),
         saver=saver,
         make=meter.watching(recipe.batch),
         tokenizer=tokenizer,

@@ -18,6 +18,7 @@ from bestiary.training.data.source import Cursor
 from bestiary.training.errors import InvalidRun
 from bestiary.training.recipes.documents import document_batch, frozen_pass, model_inputs
 from bestiary.training.rl.records import Experience, Values
+from bestiary.training.rl.shared_prompts import Shared, scored, share
 
 Column = Literal["old_log_probs", "reference_log_probs"]
 
@@ -31,6 +32,7 @@ class ExperiencePack(Pack):
         rollout_log_probs, advantages, old_log_probs, reference_log_probs: of the experiences; None: they have none.
         temperature: that all of them were sampled at.
         allowed: (T, k) int32, of the experiences, -1 for no further id; None: they were not constrained.
+        shared: the documents as prompts and answers, if that is how they are computed.
     """
 
     experiences: tuple[Experience, ...]
@@ -40,6 +42,22 @@ class ExperiencePack(Pack):
     reference_log_probs: Values | None
     temperature: float
     allowed: NDArray[np.int32] | None = None
+    shared: Shared | None = None
+
+    @property
+    def slots(self) -> int:
+        """See `Pack`."""
+        return len(self.input_ids) if self.shared is None else self.shared.slots
+
+    @property
+    def useful_tokens(self) -> int:
+        """See `Pack`."""
+        return int(self.borders[self.documents]) if self.shared is None else self.shared.useful_tokens
+
+    @property
+    def repeated(self) -> tuple[int, ...]:
+        """See `Pack`."""
+        return () if self.shared is None else self.shared.repeated
 
     def chosen_among(self) -> dict[str, Tensor]:
         """What forward takes beside `shift_labels`: `allowed` (1, T, k), of the next token; nothing of free answers."""
@@ -49,7 +67,7 @@ class ExperiencePack(Pack):
 
 
 def pack(
-    experiences: Sequence[Experience], pack_length: int, pad_id: int, *, at_least: int = 1
+    experiences: Sequence[Experience], pack_length: int, pad_id: int, *, at_least: int = 1, shares: bool = False
 ) -> list[ExperiencePack]:
     """Packs of all experiences that train something, the longest first into the first pack with room.
 
@@ -57,6 +75,8 @@ def pack(
 
     Args:
         at_least: packs of padding alone fill up to this number, so that processes run equally often.
+        shares: answers to one prompt are together, and it is computed once, wherever that is worth it; such packs have
+            no padding, and `pack_length` bounds what is computed.
     Raises:
         InvalidRun: an answer longer than a pack; experiences of several temperatures, or some with log-probabilities of
             the old policy or the reference, or sampled under a constraint, and some not.
@@ -75,9 +95,27 @@ def pack(
             remedy="one temperature, that the policy's log-probabilities are taken at",
         )
     columns = {name: _all_or_none(kept, name) for name in ("old_log_probs", "reference_log_probs", "allowed")}
+    temperature = temperatures[0] if temperatures else 1.0
+    made: list[ExperiencePack] = []
+    if shares:
+        together, kept = _together(kept, pack_length), []
+        for few in together:
+            shared = share([one.document.input_ids for one in few], [one.document.labels for one in few])
+            if shared is None:
+                kept += few
+            else:
+                length = sum(len(one.trajectory) for one in few)
+                made.append(replace(_assembled(few, length, pad_id, columns, temperature), shared=shared))
+    chosen = _first_fit(kept, pack_length)
+    chosen += [[] for _ in range(at_least - len(chosen) - len(made))]
+    return made + [_assembled(few, pack_length, pad_id, columns, temperature) for few in chosen]
+
+
+def _first_fit(experiences: Sequence[Experience], pack_length: int) -> list[list[Experience]]:
+    """The longest first into the first pack with room."""
     rooms: list[int] = []
     chosen: list[list[Experience]] = []
-    for one in sorted(kept, key=lambda found: -len(found.trajectory)):
+    for one in sorted(experiences, key=lambda found: -len(found.trajectory)):
         length = len(one.trajectory)
         place = next((place for place, room in enumerate(rooms) if room >= length), None)
         if place is None:
@@ -86,9 +124,31 @@ def pack(
             chosen.append([])
         rooms[place] -= length
         chosen[place].append(one)
-    chosen += [[] for _ in range(at_least - len(chosen))]
-    temperature = temperatures[0] if temperatures else 1.0
-    return [_assembled(few, pack_length, pad_id, columns, temperature) for few in chosen]
+    return chosen
+
+
+def _together(experiences: Sequence[Experience], pack_length: int) -> list[list[Experience]]:
+    """Answers to one prompt beside each other, as many in a part as a pack has room for, each prompt counted once."""
+    groups: dict[bytes, list[Experience]] = {}
+    for one in experiences:
+        groups.setdefault(_prompt(one).tobytes(), []).append(one)
+    parts: list[list[Experience]] = []
+    room, here = 0, b""
+    for prompt, group in sorted(groups.items(), key=lambda named: -max(len(one.trajectory) for one in named[1])):
+        for one in sorted(group, key=lambda found: -len(found.trajectory)):
+            whole, behind = len(one.trajectory), len(one.trajectory) - len(_prompt(one))
+            needed = behind if here == prompt and parts else whole
+            if not parts or needed > room:
+                parts.append([])
+                room, needed = pack_length, whole
+            parts[-1].append(one)
+            room, here = room - needed, prompt
+    return parts
+
+
+def _prompt(one: Experience) -> NDArray[np.int32]:
+    """Everything before the first sampled token."""
+    return one.trajectory.ids[: int(one.trajectory.sampled.argmax())]
 
 
 def with_log_probs(
@@ -99,6 +159,7 @@ def with_log_probs(
     pack_length: int,
     pad_id: int,
     at_least: int = 1,
+    shares: bool = False,
 ) -> list[Experience]:
     """The experiences, in their order, with log-probabilities under a model, at the temperature they were sampled at.
 
@@ -106,14 +167,14 @@ def with_log_probs(
 
     Args:
         column: old_log_probs: the model is the policy before the step. reference_log_probs: it is the reference.
-        pack_length, pad_id, at_least: as `pack`.
+        pack_length, pad_id, at_least, shares: as `pack`.
     """
     found = {id(one): one for one in experiences}
-    for each in pack(experiences, pack_length, pad_id, at_least=at_least):
+    for each in pack(experiences, pack_length, pad_id, at_least=at_least, shares=shares):
         batch = document_batch(each)
         with frozen_pass(model):
             given = model_inputs(batch | each.chosen_among(), model, "shift_labels", *each.chosen_among())
-            values = model(**given, temperature=each.temperature).log_probs[0]
+            values = scored(model, given, each.shared, temperature=each.temperature)["log_probs"][0]
         aligned = values.to("cpu", torch.promote_types(values.dtype, torch.float32)).roll(1).numpy()
         for one, (start, end) in zip(each.experiences, pairwise(each.borders.tolist()), strict=False):
             of_answer = np.where(one.trajectory.sampled, aligned[start:end], 0.0).astype(aligned.dtype)

@@ -31,7 +31,7 @@ from bestiary.training.optim import schedule
 from bestiary.training.recipes.base import Batch
 from bestiary.training.rl.embedded import Agree, EmbeddedEngine
 from bestiary.training.rl.mismatch import Parity, parity
-from bestiary.training.rl.packing import Column, pack, with_log_probs
+from bestiary.training.rl.packing import Column, ExperiencePack, pack, with_log_probs
 from bestiary.training.rl.records import Experience, Trajectory, Values
 from bestiary.training.rl.rollout import Constraint, Rollout, RolloutEngine, Sampling
 from bestiary.training.rl.rollout_check import FULL, HALF, StaleWeights, check_allowed, check_rollouts, computed_in
@@ -48,22 +48,35 @@ class Room:
     Attributes:
         pack_length: tokens of a row.   pad_id: fills its tail.
         agree: a number of each process to the largest of all, for a model in parts; None: there is one process.
+        shares: a prompt is computed once for its answers, see `shared_prompts`; not of a model in parts.
     """
 
     pack_length: int
     pad_id: int
     agree: Agree | None = None
+    shares: bool = False
 
-    def packs(self, experiences: Sequence[Experience]) -> int:
+    def packs(self, experiences: Sequence[Experience]) -> list[ExperiencePack]:
+        """The rows, as many in every process."""
+        most = self._most(experiences)
+        return pack(experiences, self.pack_length, self.pad_id, at_least=most, shares=self.shares)
+
+    def _most(self, experiences: Sequence[Experience]) -> int:
         """How many rows every process makes of them, padding included."""
-        own = len(pack(experiences, self.pack_length, self.pad_id, at_least=0))
-        return own if self.agree is None else self.agree(own)
+        if self.agree is None:
+            return 0
+        return self.agree(len(pack(experiences, self.pack_length, self.pad_id, at_least=0)))
 
     def log_probs(self, model: Decoder, experiences: Sequence[Experience], column: Column) -> list[Experience]:
         """`packing.with_log_probs` under a model."""
-        most = 0 if self.agree is None else self.packs(experiences)
         return with_log_probs(
-            model, experiences, column, pack_length=self.pack_length, pad_id=self.pad_id, at_least=most
+            model,
+            experiences,
+            column,
+            pack_length=self.pack_length,
+            pad_id=self.pad_id,
+            at_least=self._most(experiences),
+            shares=self.shares,
         )
 
 
@@ -152,13 +165,13 @@ class LocalPolicy:
         start = time.perf_counter()
         trainer, room = self.trainer, self.room
         self._names |= {one.trajectory.prompt_id for one in experiences}
-        packs = pack(experiences, room.pack_length, room.pad_id, at_least=room.packs(experiences))
+        packs = room.packs(experiences)
         batches = [self._make(each) for each in packs]
         trainer.prepare(batches)
         counted = trainer.control.sums(
             {
                 "units": sum(trainer.recipe.count(batch) for batch in batches),
-                "tokens": sum(len(each.input_ids) for each in packs),
+                "tokens": sum(each.slots for each in packs),
                 "useful_tokens": sum(each.useful_tokens for each in packs),
                 "loss_tokens": sum(each.loss_tokens for each in packs),
             }

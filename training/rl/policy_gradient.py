@@ -20,6 +20,7 @@ from bestiary.training.rl.losses import figure, policy_loss
 from bestiary.training.rl.mismatch import Correction, on_policy
 from bestiary.training.rl.packing import ExperiencePack
 from bestiary.training.rl.records import Values
+from bestiary.training.rl.shared_prompts import scored
 from bestiary.training.rl.stream import FAR, Stream
 
 
@@ -85,7 +86,7 @@ class PolicyGradient:
                 f"kl_coef = {self._reference:g} and the experiences hold no reference_log_probs.",
                 remedy="kl_coef = 0, or packing.with_log_probs(reference, …, 'reference_log_probs')",
             )
-        found = document_batch(pack) | pack.chosen_among() | {"temperature": pack.temperature}
+        found = document_batch(pack) | pack.chosen_among() | {"temperature": pack.temperature, "shared": pack.shared}
         for name in ("rollout_log_probs", "advantages", "old_log_probs", "reference_log_probs"):
             values: Values | None = getattr(pack, name)
             if name == "reference_log_probs":
@@ -111,8 +112,8 @@ class PolicyGradient:
         """
         given = model_inputs(batch, model, "shift_labels", *({"allowed"} & batch.keys()))
         asked = {"return_entropy": True} if self._entropy else {}
-        found = model(**given, temperature=batch["temperature"], **asked)
-        log_probs: Tensor = found.log_probs
+        found = scored(model, given, batch["shared"], temperature=batch["temperature"], **asked)
+        log_probs: Tensor = found["log_probs"]
 
         def column(name: str) -> Tensor | None:
             return on(batch[name], log_probs.device).to(log_probs.dtype) if name in batch else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,10 +42,28 @@ def trajectory(place: int, **changes: Any) -> Trajectory:
     return Trajectory(**(given | changes))
 
 
-def sampled_by(model: Decoder, **changes: Any) -> list[Experience]:
-    """Whose rollout log-probabilities are the model's, moved a little, and so are those of its reference."""
-    blank = [Experience.of(trajectory(place, **changes)) for place in range(len(LENGTHS))]
-    scored = with_log_probs(model, blank, "old_log_probs", **PACK)
+def with_common_prompts(prompt: int = 24) -> list[Trajectory]:
+    """Two groups of three whose answers have one prompt each, the second a little shorter."""
+    found = []
+    for place, (_, answer) in enumerate(LENGTHS):
+        length = prompt - 2 * (place // 3)
+        ids = np.random.default_rng(20 + place // 3).integers(0, VOCAB, length)
+        whole = np.concatenate([ids, np.random.default_rng(place).integers(0, VOCAB, answer)]).astype(np.int32)
+        sampled = np.arange(len(whole)) >= length
+        found.append(trajectory(place, ids=whole, sampled=sampled, rollout_log_probs=np.where(sampled, -1.0, 0.0)))
+    return found
+
+
+def sampled_by(model: Decoder, given: Sequence[Trajectory] | None = None, **changes: Any) -> list[Experience]:
+    """Whose rollout log-probabilities are the model's, moved a little, and so are those of its reference.
+
+    Args:
+        given: None: one `trajectory` of each length, with `changes`.
+    """
+    places = range(len(LENGTHS))
+    blank = [Experience.of(one) for one in given or [trajectory(place, **changes) for place in places]]
+    room = max(PACK["pack_length"], *(len(one.trajectory) for one in blank))
+    scored = with_log_probs(model, blank, "old_log_probs", pack_length=room, pad_id=PACK["pad_id"])
     found = []
     for place, one in enumerate(scored):
         assert one.old_log_probs is not None
