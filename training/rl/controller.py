@@ -378,7 +378,7 @@ class Controller:
             if self.log is not None:
                 self.log.log(policy.version, self.values)
         self._call("on_step", self.values)
-        self._examine()
+        self._examine(last=self.stopped is not None)  # by a callback
         state = self._boundary
         if self.interruption.by is not None:
             self.stopped, self.interrupted = self.interruption.by, True

@@ -143,7 +143,8 @@ def sync(
         version: optimiser steps behind the weights.
         prompt: of the fixed answers; default some ids of the vocabulary.
         sampling: of them; default 2 answers of 8 tokens at a temperature other than 1, of
-            one seed, so that answers begin alike from sync to sync and can be compared with the last one's.
+            one seed, so that answers begin alike from sync to sync and can be compared with the last one's; of 2 tokens
+            from the embedded engine, in which nothing can have stayed behind.
         tolerance: of the mean |difference| of log-probabilities; default 1e-4, or 5e-2 where a side computes in half.
     Raises:
         SyncFailed: a tensor that was dropped, sent twice, is unknown, has another shape or arrived with other values,
@@ -151,7 +152,8 @@ def sync(
         StaleWeights, WrongTemperature, Retokenised: see `rollout_check.check_rollouts`.
         InvalidRun: an engine that takes no weights, or is of another model.
     """
-    asked = Sampling(max_tokens=8, temperature=0.8, n=2, seed=0) if sampling is None else sampling
+    tokens = 2 if isinstance(engine, EmbeddedEngine) else 8
+    asked = Sampling(max_tokens=tokens, temperature=0.8, n=2, seed=0) if sampling is None else sampling
     words = fixed_prompt(decoder.decoder_config.vocab_size) if prompt is None else prompt
     if isinstance(engine, EmbeddedEngine):
         if engine.model is not decoder:

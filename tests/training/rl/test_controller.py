@@ -371,14 +371,18 @@ def test_a_pass_depends_on_the_weights_alone():
     assert first["eval/answer_tokens"] == second["eval/answer_tokens"]
 
 
-def test_a_callback_that_ends_the_run_is_heard_beside_held_out_prompts():
+@pytest.mark.parametrize("every", [1, 9])
+def test_a_callback_that_ends_the_run_is_heard_beside_held_out_prompts(every):
+    """Which are answered once more, by the weights that the run ends with."""
+
     class Ends:
         def on_step(self, made, values):
             made.stopped = "enough"
 
-    made = controller(held_out=examined(every=1), callbacks=[Ends()])
+    made = controller(held_out=examined(every=every), callbacks=[Ends()])
     made.fit()
     assert (made.stopped, made.round) == ("enough", 1)
+    assert [step for step, values in made.log.rows if "eval/reward" in values] == [0, 1]
 
 
 def test_held_out_rewards_that_get_no_better_end_the_run_and_a_resume_remembers(tmp_path):
