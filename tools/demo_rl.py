@@ -15,12 +15,9 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from bestiary.tools import assets
-from bestiary.tools.arguments import Parser, at_least
 from bestiary.tools.demo_rl_sorting import Sorting
-from bestiary.tools.demo_rl_trial import conduct
+from bestiary.tools.demo_rl_trial import conduct, parser_of
 
 EXAMPLES = """\
 examples:
@@ -38,17 +35,14 @@ def main(argv: Sequence[str] | None = None, sizes: Sorting | None = None) -> int
     Args:
         sizes: of everything; None: those that the demo is for.
     """
-    parser = Parser("bestiary.tools.demo_rl", __doc__, EXAMPLES)
-    parser.add_argument("--out", type=Path, help="folder of results (default: out/demo-rl of the checkout)")
-    parser.add_argument("--seeds", type=at_least(1), default=3, help="how many, from 0 (default %(default)s)")
+    parser = parser_of("bestiary.tools.demo_rl", __doc__, EXAMPLES, "demo-rl")
     parser.add_argument(
         "--engine", choices=("embedded", "vllm"), default="embedded", help="that samples (default %(default)s)"
     )
     args = parser.parse_args(argv)
     if args.engine == "vllm":
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    out: Path = args.out or assets.output_folder() / "demo-rl"
-    return conduct(replace(sizes or Sorting(), engine=args.engine), out, args.seeds, args.json)
+    return conduct(replace(sizes or Sorting(), engine=args.engine), args.out, args.seeds, args.json)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """`make demo-rl-real`: reinforcement learning on the real Gemma 3 270M with LoRA, offline, on two cores.
 
-    imitate    `bestiary sft` with LoRA on answers most of which name a wrong word; the adapter is folded in
-    learn      `bestiary grpo` with a fresh adapter: sampled by the embedded engine, judged by a verifier
+    imitate    `bestiary sft` with LoRA on answers most of which name a wrong word
+    learn      `bestiary grpo` trains the adapters on: sampled by the embedded engine, judged by a verifier
     judge      answers to held-out prompts, before and after, and the rewards of training
+
+Once a seed, for three seeds: each has to gain 0.3 in mean reward, on held-out prompts and in training. A run ends when
+its reward in training has risen by 0.45.
 
 The task is to name the last word of a sentence; the sentences are from the docstrings of Python's standard library:
 
@@ -10,7 +13,7 @@ The task is to name the last word of a sentence; the sentences are from the docs
     Last word: file
 
 Without the imitation the weights, which somebody else quantised to 4 bits, hardly ever give an answer of that form, and
-there is no reward to learn from. A seed has to gain 0.3 in mean reward, on held-out prompts and in training.
+there is no reward to learn from.
 """
 
 from __future__ import annotations
@@ -20,12 +23,22 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from bestiary.tools import assets, demo_tuning, stdlib_text
-from bestiary.tools.arguments import Parser, at_least
-from bestiary.tools.demo_rl_trial import REWARD, Row, Task, conduct, write_rows
+from bestiary.tools.demo_rl_trial import (
+    DEMONSTRATIONS,
+    GOAL,
+    HELD_OUT,
+    PROMPTS,
+    Row,
+    Task,
+    conduct,
+    parser_of,
+    write_rows,
+)
 
 ASSET = "gemma-3-270m"
 SENTENCE = re.compile(r"[A-Z][a-z]+(?: [a-z]+){4,9}\.")
@@ -33,7 +46,7 @@ SENTENCE = re.compile(r"[A-Z][a-z]+(?: [a-z]+){4,9}\.")
 EXAMPLES = """\
 examples:
   make demo-rl-real                                   installs what it needs first
-  python -m bestiary.tools.demo_rl_real --seeds 2
+  python -m bestiary.tools.demo_rl_real --seeds 1     one seed
   python -m bestiary.tools.demo_rl_real --json -      the result on stdout
 
 exit codes: 0 every seed gained 0.3, 1 one did not, 7 usage or environment (packages not installed)"""
@@ -45,10 +58,8 @@ class Naming(Task):
 
     Attributes:
         demonstrations: answers to imitate.   careless: share of them that name another word.
-        held_out: prompts that nothing is trained on; all others are those of reinforcement learning.
-        rank: of both adapters.   length: tokens of a step of imitation.
+        rank: of the adapters.   length: tokens of a step of imitation.
         warm_steps, warm_rate: of the imitation.
-        rounds, round_prompts, answers, rate: of reinforcement learning.
     """
 
     demonstrations: int = 400
@@ -65,47 +76,38 @@ class Naming(Task):
     title: str = "Mean reward: the last word of a sentence, Gemma 3 270M with LoRA"
     schema: str = "bestiary.demo_rl_real/1"
     max_tokens: int = 6
-    edge: int = 3
-    rows: int = 64
+    rows: int = 128
 
-    def write(self, folder: Path, seed: int) -> list[Row]:
+    def write(self, folder: Path, seed: int) -> None:
         """See `Task`."""
         demo_tuning.check_packages()
         drawn = random.Random(seed)
-        every = sentences()
+        every = [*sentences()]
         drawn.shuffle(every)
         shown, asked = every[: self.demonstrations], every[self.demonstrations :]
-        write_rows(folder / "demonstrations.jsonl", [_row(one, _word(one, self.careless, drawn)) for one in shown])
+        write_rows(folder / DEMONSTRATIONS, [_row(one, _word(one, self.careless, drawn)) for one in shown])
         rows = [_row(one, _word(one, 0.0, drawn)) for one in asked]
-        write_rows(folder / "prompts.jsonl", rows[self.held_out :])
-        return rows[: self.held_out]
+        write_rows(folder / HELD_OUT, rows[: self.held_out])
+        write_rows(folder / PROMPTS, rows[self.held_out :])
 
     def imitation(self, folder: Path, out: Path, seed: int) -> dict[str, Any]:
         """See `Task`."""
-        return self._common(assets.checkpoint(ASSET), folder / "demonstrations.jsonl", seed) | {
+        return self._of(assets.checkpoint(ASSET), folder / DEMONSTRATIONS, seed) | {
             "recipe": "sft",
+            "lora": {"r": self.rank, "alpha": 2 * self.rank},
             "optim": {"lr": self.warm_rate, "warmup": 0.1},
             "loop": {"steps": self.warm_steps, "workers": 0, "seed": seed},
+            "checkpoint": {"every": None},
             "out": str(out),
         }
 
-    def start(self, exported: Path, folder: Path) -> Path:
-        """See `Task`: adapter and base as one."""
-        return demo_tuning.merge(exported, folder / "merged")
-
     def learning(self, base: Path, folder: Path, seed: int) -> dict[str, Any]:
-        """See `Task`."""
-        return self._common(base, folder / "prompts.jsonl", seed) | {
-            "recipe": "grpo",
-            "rollouts": {"max_tokens": self.max_tokens, "n": self.answers, "seed": seed, "rows": self.rows},
-            "rewards": {"functions": [{"name": "right", "function": REWARD}]},
-            "optim": {"lr": self.rate},
-            "loop": {"steps": self.rounds, "prompts": self.round_prompts, "seed": seed},
-            "out": str(folder),
-        }
+        """See `Task`: the adapters of the imitation train on."""
+        given = self.common(folder, seed)
+        return given | self._of(base, folder / PROMPTS, seed) | {"loop": given["loop"] | {"callbacks": [GOAL]}}
 
-    def _common(self, base: Path, file: Path, seed: int) -> dict[str, Any]:
-        """What both files share: all linear layers adapted, in float32."""
+    def _of(self, base: Path, file: Path, seed: int) -> dict[str, Any]:
+        """What both files share: model and data, in float32."""
         return {
             "model": {"src": str(base)},
             "data": {
@@ -114,20 +116,19 @@ class Naming(Task):
                 "pack_length": self.length,
                 "seed": seed,
             },
-            "lora": {"r": self.rank, "alpha": 2 * self.rank},
             "precision": {"parameters": "float32"},
-            "checkpoint": {"every": None},
         }
 
 
-def sentences() -> list[str]:
+@cache
+def sentences() -> tuple[str, ...]:
     """First sentences of docstrings, of 5 to 10 plain words; each once, in the order of the library."""
     found: dict[str, None] = {}
     for one in stdlib_text.docstrings():
         first = " ".join(one.text.split("\n\n")[0].split())
         if SENTENCE.fullmatch(first):
             found[first] = None
-    return [*found]
+    return tuple(found)
 
 
 def _row(sentence: str, word: str) -> Row:
@@ -147,12 +148,8 @@ def main(argv: Sequence[str] | None = None, sizes: Naming | None = None) -> int:
     Args:
         sizes: of everything; None: those that the demo is for.
     """
-    parser = Parser("bestiary.tools.demo_rl_real", __doc__, EXAMPLES)
-    parser.add_argument("--out", type=Path, help="folder of results (default: out/demo-rl-real of the checkout)")
-    parser.add_argument("--seeds", type=at_least(1), default=1, help="how many, from 0 (default %(default)s)")
-    args = parser.parse_args(argv)
-    out: Path = args.out or assets.output_folder() / "demo-rl-real"
-    return conduct(sizes or Naming(), out, args.seeds, args.json)
+    args = parser_of("bestiary.tools.demo_rl_real", __doc__, EXAMPLES, "demo-rl-real").parse_args(argv)
+    return conduct(sizes or Naming(), args.out, args.seeds, args.json)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bestiary.tools.demo_rl_trial import REWARD, Row, Task, write_rows
+from bestiary.tools.demo_rl_trial import DEMONSTRATIONS, HELD_OUT, PROMPTS, Row, Task, write_rows
 
 CHARACTERS = "0123456789="
 PAD, END = "<pad>", "<end>"
@@ -27,9 +27,8 @@ class Sorting(Task):
 
     Attributes:
         demonstrations: answers to imitate.   careless: share of them with a mistake.
-        prompts: of reinforcement learning.   held_out: that nothing is trained on.
+        prompts: of reinforcement learning.   engine: that samples, embedded or vllm.
         hidden, layers: of the model.   warm_steps, warm_rate: of the imitation.
-        rounds, round_prompts, answers, rate: of reinforcement learning.   engine: that samples, embedded or vllm.
     """
 
     demonstrations: int = 4000
@@ -49,55 +48,38 @@ class Sorting(Task):
     schema: str = "bestiary.demo_rl/1"
     max_tokens: int = DIGITS + 2
 
-    def write(self, folder: Path, seed: int) -> list[Row]:
+    def write(self, folder: Path, seed: int) -> None:
         """See `Task`; also `random/`, the model with its tokenizer."""
         drawn = random.Random(seed)
         numbers = drawn.sample(range(10**DIGITS), self.demonstrations + self.prompts + self.held_out)
         every = [f"{number:0{DIGITS}d}" for number in numbers]
         shown, asked = every[: self.demonstrations], every[self.demonstrations :]
-        write_rows(
-            folder / "demonstrations.jsonl", [_row(digits, answer(digits, self.careless, drawn)) for digits in shown]
-        )
+        write_rows(folder / DEMONSTRATIONS, [_row(digits, answer(digits, self.careless, drawn)) for digits in shown])
         rows = [_row(digits, "".join(sorted(digits))) for digits in asked]
-        write_rows(folder / "prompts.jsonl", rows[: self.prompts])
+        write_rows(folder / PROMPTS, rows[: self.prompts])
+        write_rows(folder / HELD_OUT, rows[self.prompts :])
         write_model(folder / "random", self.hidden, self.layers, seed)
-        return rows[self.prompts :]
 
     def imitation(self, folder: Path, out: Path, seed: int) -> dict[str, Any]:
         """See `Task`."""
         return {
             "recipe": "sft",
             "model": {"src": str(folder / "random")},
-            "data": self._data(folder / "random", folder / "demonstrations.jsonl", seed) | {"streams": 2},
+            "data": self._data(folder / "random", folder / DEMONSTRATIONS, seed) | {"streams": 2},
             "optim": {"lr": self.warm_rate, "warmup": 0.1},
             "loop": {"steps": self.warm_steps, "workers": 0, "seed": seed},
             "checkpoint": {"every": None},
             "out": str(out),
         }
 
-    def start(self, exported: Path, folder: Path) -> Path:
-        """See `Task`: that itself."""
-        return exported
-
     def learning(self, base: Path, folder: Path, seed: int) -> dict[str, Any]:
         """See `Task`."""
-        return {
-            "recipe": "grpo",
+        given = self.common(folder, seed)
+        vllm = {"options": {"cache_bytes": CACHE_BYTES}} if self.engine == "vllm" else {}
+        return given | {
             "model": {"src": str(base)},
-            "data": self._data(base, folder / "prompts.jsonl", seed),
-            "rollouts": {
-                "engine": self.engine,
-                "max_tokens": self.max_tokens,
-                "n": self.answers,
-                "seed": seed,
-                "rows": self.rows,
-                "options": {"cache_bytes": CACHE_BYTES} if self.engine == "vllm" else {},
-            },
-            "rewards": {"functions": [{"name": "right", "function": REWARD}]},
-            "optim": {"lr": self.rate},
-            "loop": {"steps": self.rounds, "prompts": self.round_prompts, "seed": seed},
-            "checkpoint": {"every": None},
-            "out": str(folder),
+            "data": self._data(base, folder / PROMPTS, seed),
+            "rollouts": given["rollouts"] | {"engine": self.engine, **vllm},
         }
 
     def _data(self, base: Path, file: Path, seed: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What `make demo-rl` and `make demo-rl-real` share: a trial, how it is judged, what is printed and drawn of it.
 
 Judged is the mean reward twice: on prompts that nothing was trained on, by answers sampled at temperature 1 as in
-training, before the first step of reinforcement learning and after the last; and in training, over the first rounds and
-the last ones.
+training, in the run's own passes before the first round and after the last; and in training, over the first rounds and
+the last ones. Where a run ends as soon as it has learned enough (`Goal`), only the latter decides when.
 """
 
 from __future__ import annotations
@@ -19,19 +19,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bestiary.kernels.errors import BestiaryError
-from bestiary.tools.arguments import write_json
-from bestiary.tools.demo_rl_rewards import right
+from bestiary.tools import assets
+from bestiary.tools.arguments import Parser, at_least, write_json
 from bestiary.tools.demo_steps import NUMERIC, LineWatcher, StepFailed
 from bestiary.training.plot import draw, read_runs
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from bestiary.training.rl.controller import Controller
+
 
 Row = dict[str, str]
 
 GAIN = 0.3  # in mean reward, that every seed has to reach by both measures
-REWARD = "bestiary.tools.demo_rl_rewards:right"
+EDGE = 4  # rounds at either end of training that are compared
+PLENTY = 0.45  # gain in training with which a run of a `Goal` ends
+REWARD, GOAL = "bestiary.tools.demo_rl_rewards:right", "bestiary.tools.demo_rl_trial:Goal"
+DEMONSTRATIONS, PROMPTS, HELD_OUT = "demonstrations.jsonl", "prompts.jsonl", "held-out.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,20 +45,25 @@ class Task(ABC):
 
     Attributes:
         title: of the table.   schema: of the JSON result.
-        max_tokens: of an answer.   judged: answers to each held-out prompt.   rows: answers sampled together.
-        edge: rounds at either end of training that are compared.
+        max_tokens: of an answer.   rows: answers sampled together.
+        held_out: prompts that nothing is trained on.   judged: answers to each of them.
+        rounds, round_prompts, answers, rate: of reinforcement learning; rounds: at most.
     """
 
     title: str
     schema: str
     max_tokens: int
+    held_out: int
+    rounds: int
+    round_prompts: int
+    answers: int
+    rate: float
     judged: int = 4
     rows: int = 256
-    edge: int = 4
 
     @abstractmethod
-    def write(self, folder: Path, seed: int) -> list[Row]:
-        """Put `demonstrations.jsonl` and `prompts.jsonl` into a folder; rows that are in neither are returned."""
+    def write(self, folder: Path, seed: int) -> None:
+        """Put the rows to imitate, to learn from and to judge by into `DEMONSTRATIONS`, `PROMPTS` and `HELD_OUT`."""
 
     @abstractmethod
     def imitation(self, folder: Path, out: Path, seed: int) -> dict[str, Any]:
@@ -64,12 +74,58 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def start(self, exported: Path, folder: Path) -> Path:
-        """The checkpoint to learn from, made of what the warm start exported."""
-
-    @abstractmethod
     def learning(self, base: Path, folder: Path, seed: int) -> dict[str, Any]:
-        """The file of reinforcement learning in `folder`, a `GrpoConfig`."""
+        """The file of reinforcement learning in `folder`, a `GrpoConfig`: `common` and what is the task's own.
+
+        Args:
+            base: what the warm start exported.
+        """
+
+    def common(self, folder: Path, seed: int) -> dict[str, Any]:
+        """What both tasks' files of reinforcement learning have."""
+        source = {"name": "held-out", "files": str(folder / HELD_OUT), "kind": "completion"}
+        return {
+            "recipe": "grpo",
+            "rollouts": {"max_tokens": self.max_tokens, "n": self.answers, "seed": seed, "rows": self.rows},
+            "rewards": {"functions": [{"name": "right", "function": REWARD}]},
+            "optim": {"lr": self.rate},
+            "loop": {
+                "steps": self.rounds,
+                "prompts": self.round_prompts,
+                "seed": seed,
+                "evaluation": {
+                    "sources": [source],
+                    "prompts": self.held_out,
+                    "n": self.judged,
+                    "every": self.rounds,
+                },
+            },
+            "checkpoint": {"every": None},
+            "out": str(folder),
+        }
+
+
+class Goal:
+    """A callback that ends a run whose mean reward in training has risen by `PLENTY`.
+
+    It looks at training alone, so what is judged on held-out prompts had no part in it.
+    """
+
+    def __init__(self) -> None:
+        self.rewards: list[float] = []
+
+    def on_step(self, controller: Controller, values: Mapping[str, float]) -> None:
+        """See `controller.Callback`."""
+        self.rewards.append(values["rl/reward"])
+        first, last = ends(self.rewards)
+        if len(self.rewards) >= 2 * EDGE and last - first >= PLENTY:
+            controller.stopped = f"the reward in training rose from {first:.2f} to {last:.2f}"
+
+
+def ends(rewards: Sequence[float]) -> tuple[float, float]:
+    """Mean of the first `EDGE` rewards and of the last."""
+    few = min(EDGE, len(rewards))
+    return sum(rewards[:few]) / few, sum(rewards[-few:]) / few
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +134,7 @@ class Trial:
 
     Attributes:
         seed: of data, weights and sampling.
-        before, after: mean reward on held-out prompts.   first, last: in the first and last `Task.edge` rounds.
+        before, after: mean reward on held-out prompts.   first, last: in the first and last `EDGE` rounds.
         rounds: made.   mismatch: the largest mean difference of log-probabilities of engine and policy in a round.
         seconds: of all of it.   training_s: of the rounds alone.
         folder: of the run; `bestiary grpo FOLDER/config.yaml out=…` repeats it.
@@ -110,7 +166,7 @@ class Trial:
 
 
 class Watcher(LineWatcher):
-    """A tracker that shows each step in a line, and keeps rewards and mismatches.
+    """A tracker that shows each step in a line, and keeps rewards, those on held-out prompts too, and mismatches.
 
     Args:
         describe: is given the line.
@@ -119,24 +175,22 @@ class Watcher(LineWatcher):
     def __init__(self, describe: Callable[[str], None]) -> None:
         super().__init__(describe)
         self.rewards: list[float] = []
+        self.held_out: list[float] = []
         self.mismatches: list[float] = []
         self.seconds = 0.0
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Show and keep."""
-        reward = values.get("rl/reward")
-        if reward is None:
+        if "eval/reward" in values:
+            self.held_out.append(values["eval/reward"])
+            self.describe(f"reward {self.held_out[-1]:.2f} on held-out prompts")
+        elif "rl/reward" in values:
+            self.rewards.append(values["rl/reward"])
+            self.mismatches.append(values["rl/mismatch_mean"])
+            self.seconds += values["rl/round_s"]
+            self.describe(f"round {len(self.rewards)}, reward {self.rewards[-1]:.2f}")
+        else:
             self.describe(f"step {step}/{self.steps}, loss {values.get('loss', 0.0):.3f}")
-            return
-        self.rewards.append(reward)
-        self.mismatches.append(values["rl/mismatch_mean"])
-        self.seconds += values["rl/round_s"]
-        self.describe(f"round {len(self.rewards)}, reward {reward:.2f}")
-
-    def ends(self, edge: int) -> tuple[float, float]:
-        """Mean reward of the first rounds, so many, and of the last ones."""
-        few = min(edge, len(self.rewards))
-        return sum(self.rewards[:few]) / few, sum(self.rewards[-few:]) / few
 
 
 def write_rows(file: Path, rows: Sequence[Row]) -> None:
@@ -159,22 +213,20 @@ def trial(task: Task, out: Path, seed: int, describe: Callable[[str], None]) -> 
     folder = (out / f"seed-{seed}").resolve()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    held_out, watcher = task.write(folder, seed), Watcher(describe)
+    task.write(folder, seed)
+    watcher = Watcher(describe)
     imitated = run(
         RunConfig.model_validate(task.imitation(folder, folder / "imitation", seed)),
         also=(watcher,),
     )
     if imitated.export is None:
         raise StepFailed(f"the imitation ended at step {imitated.step} of {imitated.steps}: {imitated.stopped}.")
-    base = task.start(imitated.export, folder)
     describe("judging answers to held-out prompts")
-    before = mean_reward(task, base, held_out)
-    learned = learn(GrpoConfig.model_validate(task.learning(base, folder, seed)), also=(watcher,))
-    if learned.export is None:
+    learned = learn(GrpoConfig.model_validate(task.learning(imitated.export, folder, seed)), also=(watcher,))
+    if learned.export is None or len(watcher.held_out) != 2:
         raise StepFailed(f"the run ended at round {learned.round} of {learned.rounds}: {learned.stopped}.")
-    describe("judging answers to held-out prompts")
-    after = mean_reward(task, learned.export, held_out)
-    first, last = watcher.ends(task.edge)
+    before, after = watcher.held_out
+    first, last = ends(watcher.rewards)
     return Trial(
         seed=seed,
         before=before,
@@ -189,41 +241,17 @@ def trial(task: Task, out: Path, seed: int, describe: Callable[[str], None]) -> 
     )
 
 
-def mean_reward(task: Task, checkpoint: Path, rows: Sequence[Row]) -> float:
-    """Of answers to the prompts of rows, sampled at temperature 1.
+def parser_of(module: str, text: str | None, examples: str, folder: str) -> Parser:
+    """The command line of a demo.
 
     Args:
-        checkpoint: folder of a model, whole or as an adapter, with its tokenizer.
+        module, text: its name and its help.   folder: of results, by default below `out` of the checkout.
     """
-    import torch
-
-    from bestiary.models import AutoDecoder
-    from bestiary.training.data.tokenizer import BaseHFModelTokenizer
-    from bestiary.training.rl.embedded import EmbeddedEngine
-    from bestiary.training.rl.records import Trajectory
-    from bestiary.training.rl.rewards import answer_of
-    from bestiary.training.rl.rollout import Sampling
-
-    model = AutoDecoder.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    tokenizer = BaseHFModelTokenizer.from_pretrained(checkpoint)
-    front = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
-    prompts = [[*front, *ids] for ids in tokenizer.encode_texts([row["prompt"] for row in rows], bos=False)]
-    asked = Sampling(max_tokens=task.max_tokens, n=task.judged, stop_ids=tuple(sorted(tokenizer.stop_ids)), seed=1)
-    answers = []
-    for place, one in enumerate(EmbeddedEngine(model, rows=task.rows).generate(prompts, asked)):
-        name = f"held-out/{one.prompt}"
-        made = Trajectory.of(
-            one,
-            prompts[one.prompt],
-            prompt_id=name,
-            group_id=name,
-            sample=place % task.judged,
-            temperature=asked.temperature,
-            extra={"row": rows[one.prompt]},
-        )
-        answers.append(answer_of(made, tokenizer))
-    values = right(answers)
-    return sum(values) / len(values)
+    parser = Parser(module, text, examples)
+    about = f"folder of results (default: out/{folder} of the checkout)"
+    parser.add_argument("--out", type=Path, default=assets.output_folder() / folder, help=about)
+    parser.add_argument("--seeds", type=at_least(1), default=3, help="how many, from 0 (default %(default)s)")
+    return parser
 
 
 def conduct(task: Task, out: Path, seeds: int, target: str | None) -> int:

@@ -17,6 +17,7 @@ from bestiary.verify.plots import COLOURS
 
 CURVES: tuple[tuple[str, str], ...] = (
     ("rl/reward", "mean reward"),
+    ("eval/reward", "mean reward on held-out prompts"),
     ("loss", "loss"),
     ("eval/loss", "loss on held-out data"),
     ("rl/mismatch_mean", "mean difference of log-probabilities, engine and policy"),

@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from bestiary.tools import demo_rl, demo_rl_real, demo_rl_rewards
 from bestiary.tools.demo_rl_real import Naming
 from bestiary.tools.demo_rl_sorting import Sorting
-from bestiary.tools.demo_rl_trial import Trial
+from bestiary.tools.demo_rl_trial import DEMONSTRATIONS, EDGE, HELD_OUT, PLENTY, PROMPTS, Goal, Trial
 from bestiary.training.rl.answer import Answer
 
 TRIAL = Trial(
@@ -22,8 +23,8 @@ def read(file):
 
 def parts(task, folder, seed=0):
     """Rows that are imitated, learned from and judged."""
-    held_out = task.write(folder, seed)
-    return read(folder / "demonstrations.jsonl"), read(folder / "prompts.jsonl"), held_out
+    task.write(folder, seed)
+    return tuple(read(folder / name) for name in (DEMONSTRATIONS, PROMPTS, HELD_OUT))
 
 
 def apart(*lists):
@@ -77,6 +78,21 @@ def test_a_seed_holds_where_both_measures_gain():
     assert TRIAL.holds
     assert not replace(TRIAL, after=0.69).holds
     assert not replace(TRIAL, last=0.69).holds
+
+
+def test_a_run_ends_once_it_has_gained_plenty():
+    """Over as many rounds at either end as are judged, none of them at both."""
+    goal, made = Goal(), SimpleNamespace(stopped=None)
+    rewards = [0.2] * EDGE + [0.21 + PLENTY] * EDGE
+    for reward in rewards[:-1]:
+        goal.on_step(made, {"rl/reward": reward})
+    assert made.stopped is None
+    goal.on_step(made, {"rl/reward": rewards[-1]})
+    assert made.stopped == "the reward in training rose from 0.20 to 0.66"
+    high = Goal()
+    for _ in range(3 * EDGE):
+        high.on_step(made := SimpleNamespace(stopped=None), {"rl/reward": 0.9})
+        assert made.stopped is None
 
 
 @pytest.mark.slow

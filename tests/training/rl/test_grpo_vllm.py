@@ -70,6 +70,7 @@ def run(data, started, tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_engine, "VllmEngine", engine)
     content = TASK.learning(data / "random", data, 0)
     content["rollouts"] |= {"temperature": 0.9, "rows": 16}
+    del content["loop"]["evaluation"]
     content["rewards"] = {"functions": [{"name": "low", "function": "lowness:low"}]}
     content |= {"lora": {"r": 4}, "optim": {"lr": 1e-2, "warmup": 0}, "out": str(tmp_path)}
     content["checkpoint"] = {"every": None, "export": False}
