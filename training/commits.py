@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from bestiary.bridges.hub import at_revision, commit_of, is_commit, is_hub_id, resolve, split_revision
 from bestiary.kernels.errors import BestiaryError
+from bestiary.models import Decoder
 from bestiary.training.checkpoint import CHECKPOINTS, saved_steps
 from bestiary.training.config import CommonConfig
 from bestiary.training.errors import CheckpointRefused, InvalidRun
@@ -77,9 +78,15 @@ def pinned_name(name: str) -> str:
     return at_revision(src, _commit(src, revision)) if is_hub_id(src) else name
 
 
-def commits_in(config: CommonConfig) -> dict[str, str]:
-    """`owner/name@commit` by the key that names it, of every hub id that has a commit."""
+def commits_in(config: CommonConfig, model: Decoder | None = None) -> dict[str, str]:
+    """`owner/name@commit` by the key that names it, of every hub id that has a commit.
+
+    Args:
+        model: that was read; as `base` it may be another one than the file names, which an adapter names in turn.
+    """
     named = {place.key: place.read() for place in _places(config.model_dump(mode="json"))}
+    if model is not None:
+        named["base"] = (model.name_or_path, model.revision)
     return {key: at_revision(src, at) for key, (src, at) in named.items() if is_hub_id(src) and is_commit(at)}
 
 

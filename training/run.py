@@ -175,7 +175,7 @@ def prepare(
         group=here.saving,
         export=_exporter(config, tokenizer) if config.checkpoint.export else None,
         seed=config.loop.seed,
-        commits=commits_in(config),
+        commits=commits_in(config, model),
     )
     place = data.rank if context is None else data.rank * context.size + context.rank
     seed_all(config.loop.seed, 0, place)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bestiary.kernels.compiler import cxx
 from bestiary.models import Decoder, Qwen3
 from bestiary.models.config import (
     Attention,
@@ -24,6 +23,7 @@ from bestiary.models.config import (
 from bestiary.models.errors import InvalidConfig
 from bestiary.models.layers.norm import RMSNorm
 
+from ..compiler import NEEDS_COMPILER
 from .tiny import FAMILIES, VOCAB, tiny, tiny_config, tokens
 
 
@@ -284,7 +284,7 @@ def test_compiled_blocks_compute_the_same(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cxx() is None, reason="there is no C++ compiler (g++), which torch.compile calls on a CPU")
+@NEEDS_COMPILER
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_compiled_code_computes_the_same(family: str) -> None:
     """With torch's own compiler, in fp32, experts in their loop."""

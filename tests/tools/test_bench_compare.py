@@ -28,6 +28,8 @@ from bestiary.tools.bench import (
 from bestiary.tools.bench.goals import GOALS, TRL, VLLM, Target, goals_of
 from bestiary.tools.bench.plan import SECONDS
 
+from ..compiler import NEEDS_COMPILER
+
 MODULES = {module.BENCH.name: module for module in (attention, generate, log_prob, loop, moe, rl_async, step)}
 CONTROL = [{"seconds": 1.0, "flops": 2.0}, {"seconds": 1.1, "flops": 1.8}]
 
@@ -271,7 +273,7 @@ def test_command_exits_with_the_verdict(ours, control, code, monkeypatch, capsys
         ("step", "full"),
         ("step", "half masked"),
         ("step", "lora"),
-        pytest.param("step", "compiled", marks=pytest.mark.slow),
+        pytest.param("step", "compiled", marks=[pytest.mark.slow, NEEDS_COMPILER]),
     ],
 )
 def test_quick_run(name, only, in_process, tmp_path, capsys):

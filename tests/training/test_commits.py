@@ -71,7 +71,7 @@ def test_a_run_keeps_the_commit_that_it_began_with(place, tmp_path, hub):
     written = load_run_config(out / "config.yaml")
     assert (written.model.revision, written.data.tokenizer.revision) == (THEN, THEN)
     state = json.loads((out / "checkpoints" / "step-00000001" / "state.json").read_text())
-    assert state["commits"] == {"model": BEGUN, "data.tokenizer": BEGUN}
+    assert state["commits"] == {"model": BEGUN, "data.tokenizer": BEGUN, "base": BEGUN}
     adapter = json.loads((out / "export" / "adapter_config.json").read_text())
     assert (adapter["base_model_name_or_path"], adapter["revision"]) == (NAME, THEN)
 

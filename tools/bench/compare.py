@@ -22,6 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from bestiary.kernels.compiler import cxx
 from bestiary.kernels.errors import BestiaryError
 from bestiary.tools.arguments import Parser, at_least, write_json
 from bestiary.tools.bench import measure, process
@@ -30,6 +31,7 @@ from bestiary.tools.bench.plan import SECONDS
 
 GEMM = 3072  # side of the square product that measures the machine: the fastest one on the machines seen so far
 REMEDY = "make venv"  # installs every peer
+COMPILER = "g++"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class Arm:
 
     Attributes:
         job: what the worker is told, plain JSON values.
-        needs: packages without which the arm is left out.
+        needs: packages without which the arm is left out; `COMPILER` is the C++ compiler.
         once: measured in the first round alone: an arm many times slower than all others.
     """
 
@@ -250,7 +252,8 @@ def judge(
 
 def _absence(packages: Sequence[str]) -> str:
     """Why an arm did not run, and what makes it run."""
-    return f"{' and '.join(packages)} not installed; remedy: {REMEDY}"
+    remedy = "apt-get install g++" if COMPILER in packages else REMEDY
+    return f"{' and '.join(packages)} not installed; remedy: {remedy}"
 
 
 def _goal(target: Target, case: Case, samples: Mapping[str, Sequence[measure.Sample]], peak: float) -> measure.Goal:
@@ -330,7 +333,9 @@ def summary_line(name: str, payload: Mapping[str, Any]) -> str:
 
 
 def installed(package: str) -> bool:
-    """Whether a distribution of that name is."""
+    """Whether a distribution of that name is; for `COMPILER`, whether torch.compile finds one."""
+    if package == COMPILER:
+        return cxx() is not None
     try:
         version(package)
     except PackageNotFoundError:

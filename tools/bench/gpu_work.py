@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bestiary.kernels.attention import MaskSpec, attention
+from bestiary.kernels.compiler import cxx
 from bestiary.kernels.cross_entropy import linear_cross_entropy
 from bestiary.kernels.dispatch import force
 from bestiary.kernels.errors import BestiaryError
@@ -316,6 +317,8 @@ def step(place: Place, arm: str) -> list[Row]:
     flops = 6 * rows * tokens * (linear + head) + 12 * 4 * config.attention.num_heads * 128 * pairs
     row = {"section": "step", "case": f"Qwen3 4B's shape, 4 layers, {rows}x{tokens}", "arm": arm}
     row["floor_ms"] = flops / DENSE_BF16 * 1e3
+    if arm == "ours, compiled blocks" and place.dry and cxx() is None:
+        return [row | {"cannot": "there is no C++ compiler, which torch.compile calls on a CPU"}]
     held = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     return [_try(row, lambda: place.measure(work, held=held, reps=5) | {"loss": float(losses[0])})]
 

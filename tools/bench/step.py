@@ -20,6 +20,7 @@ from typing import Any
 
 from bestiary.tools.bench import compare, measure, process
 from bestiary.tools.bench.checkpoints import GEMMA3, linear_parameters, visible_pairs, write_gemma3
+from bestiary.tools.bench.compare import COMPILER
 from bestiary.tools.bench.goals import TRL, TRL_PEFT
 
 RANK = 16
@@ -48,7 +49,7 @@ def cases(quick: bool, full: bool, folder: Path) -> list[compare.Case]:
         names = {
             "full": {"ours": arm("ours", tokens), "transformers": arm("transformers", tokens)}
             | {TRL: arm("trl", tokens, ("trl", "accelerate"))},
-            "compiled": {way: arm(way, tokens, compiled=True) for way in ("ours", "transformers")},
+            "compiled": {way: arm(way, tokens, (COMPILER,), compiled=True) for way in ("ours", "transformers")},
             "half masked": {way: arm(way, tokens, masked=True) for way in ("ours", "transformers")},
         }
         if tokens == 1024:

@@ -333,7 +333,7 @@ def local_policy(
         bound=bound_to(config, model, tokenizer.fingerprint, steps, mesh) | own | {"loop": told},
         group=here.saving,
         seed=loop.seed,
-        commits=commits_in(config),
+        commits=commits_in(config, model),
     )
     seed_all(loop.seed, 0, data.rank)
     policy = LocalPolicy(
