@@ -66,13 +66,18 @@ def add_training(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
         add_place(command)
         if name == "distill":
             command.add_argument(
+                "--on-policy",
+                action="store_true",
+                help="on answers that the student samples to all prompts: rollouts.share=1, the rest as in `rollouts`",
+            )
+            command.add_argument(
                 "--store-teacher",
                 metavar="FILE",
                 type=Path,
                 help="train nothing: write the data with the likeliest words of loss.teacher (.parquet or .jsonl), "
                 "loss.options.top_k of each trained token (64), for runs without a teacher",
             )
-        command.set_defaults(run=_run, store_teacher=None)
+        command.set_defaults(run=_run, store_teacher=None, on_policy=False)
 
 
 def add_place(command: argparse.ArgumentParser) -> None:
@@ -95,7 +100,8 @@ def add_place(command: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> dict[str, Any]:
     from bestiary.training.config import load_run_config
 
-    config = load_run_config(args.config, args.changes, recipe=args.command)
+    given = ["rollouts.share=1", *args.changes] if args.on_policy else args.changes
+    config = load_run_config(args.config, given, recipe=args.command)
     quiet = args.json == "-"
     if args.dry_run:
         return _dry_run(config, args.ray, quiet=quiet)

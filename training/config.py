@@ -23,6 +23,7 @@ from bestiary.models.config import LoRAConfig
 from bestiary.models.recomputation import Checkpointing, Part
 from bestiary.training.data.config import DataConfig, placed_in
 from bestiary.training.errors import InvalidRun
+from bestiary.training.rl.placement import BesideSection
 from bestiary.training.sections import Section, fields_at, read_mapping, validated
 
 RecipeName = Literal["sft", "dpo", "kto", "reward", "distill"]
@@ -294,8 +295,7 @@ class CommonConfig(Section):
     @property
     def lr(self) -> float:
         """The learning rate at the top of the schedule."""
-        default = 1e-5 if self.lora is None else 2e-4
-        return default if self.optim.lr is None else self.optim.lr
+        return self.optim.lr or (1e-5 if self.lora is None else 2e-4)
 
     @property
     def adapters(self) -> LoRAConfig | None:
@@ -310,8 +310,7 @@ class CommonConfig(Section):
 
     def yaml(self) -> str:
         """The whole of it, defaults included, as a file that can be read again."""
-        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        return text
+        return str(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
 
 class RunConfig(CommonConfig):
@@ -321,6 +320,7 @@ class RunConfig(CommonConfig):
     loss: LossSection = Field(default_factory=LossSection)
     rollouts: RolloutSection | None = None
     loop: LoopSection = Field(default_factory=LoopSection)
+    placement: BesideSection | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
@@ -328,6 +328,9 @@ class RunConfig(CommonConfig):
             raise ValueError("neither loop.steps nor data.epochs is given: the run would have no end")
         if self.rollouts is not None:
             self._check_rollouts(self.rollouts)
+        if self.placement is not None:
+            engines = 0 if self.rollouts is None else self.rollouts.engines
+            self.placement.check(self.recipe, self.loss.teacher, self.loss.name, engines)
         self._check_context(self.parallel.context)
         return self
 
@@ -380,9 +383,14 @@ class RunConfig(CommonConfig):
     @property
     def beside(self) -> tuple[str, ...]:
         """Checkpoints that are loaded beside the one that trains, and only compute."""
-        reference = self.reference
+        reference, teacher = self.reference, None if self.teachers else self.loss.teacher
         loaded = reference is not None and reference != ADAPTERS_OFF and not reference.endswith(".npz")
-        return tuple(src for src in (reference if loaded else None, self.loss.teacher) if src is not None)
+        return tuple(src for src in (reference if loaded else None, teacher) if src is not None)
+
+    @property
+    def teachers(self) -> int:
+        """Processes of the teacher; 0: it computes where the student does, if there is one."""
+        return 0 if self.placement is None else self.placement.teacher
 
     def evaluation_data(self) -> DataConfig | None:
         """The data of the held-out passes: the sources of loop.evaluation, once, packed as `data` is."""

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,9 @@ from bestiary.training.rl.loader import RolloutLoader
 from bestiary.training.rl.rollout import RolloutEngine, Sampling
 from bestiary.training.tracking import RunInfo, Tracker, trackers
 
+if TYPE_CHECKING:
+    from bestiary.training.rl.beside import Beside
+
 FINGERPRINT, EXPORT = "tokenizer.json", "export"
 
 
@@ -95,8 +98,10 @@ def run(config: RunConfig, *, also: Sequence[Tracker] = (), interruption: Interr
         torch.use_deterministic_algorithms(config.loop.deterministic)
         stack.callback(torch.use_deterministic_algorithms, False)
         stack.enter_context(named_failures(estimate(config).words(), config.loop.timeout_s))
-        memory = PeakMemory(here.device)
-        trainer, saver, tokenizer = prepare(config, here, memory)
+        memory, others = PeakMemory(here.device), beside(config)
+        if others is not None:
+            stack.callback(others.close)
+        trainer, saver, tokenizer = prepare(config, here, memory, others)
         stack.callback(saver.join)  # of a run that fails, too: it goes on from what is being written
         stack.callback(trainer.loader.close)
         trainer.interruption = interruption or trainer.interruption
@@ -129,16 +134,21 @@ def run(config: RunConfig, *, also: Sequence[Tracker] = (), interruption: Interr
 
 
 def prepare(
-    config: RunConfig, here: Processes, memory: PeakMemory | None = None
+    config: RunConfig, here: Processes, memory: PeakMemory | None = None, roles: Beside | None = None
 ) -> tuple[Trainer, Checkpoints, BaseHFModelTokenizer]:
-    """Everything that a run needs, made and checked, and nothing trained yet."""
+    """Everything that a run needs, made and checked, and nothing trained yet.
+
+    Args:
+        roles: processes beside this one, where the run has any; they start with the first step.
+    """
     check_folder(config)
     mesh = mesh_of(config.parallel, here)
     data = data_parallel(mesh)
     seed_all(config.loop.seed, 0, 0)  # fresh adapters and heads are the same in every process
     model = load_model(config, here, mesh)
     tokenizer = load_tokenizer(config, model)
-    recipe, others = build(config, lambda src: load_other(config, src, here, mesh))
+    elsewhere = None if roles is None else roles.teacher
+    recipe, others = build(config, lambda src: load_other(config, src, here, mesh), elsewhere)
     context = Context.of(mesh)
     if context is not None:
         check_sliced(context.size, model, *others)
@@ -164,7 +174,7 @@ def prepare(
         group=data.group,
     )
     loader = (
-        packs if config.rollouts is None else answering(config, config.rollouts, packs, model, tokenizer, data, make)
+        packs if config.rollouts is None else answering(config.rollouts, packs, model, tokenizer, data, make, roles)
     )
     optimiser = Optimisers(model, config.optim, config.lr)
     steps = config.loop.steps or count_steps(plan, config.loop.workers, here)
@@ -266,20 +276,36 @@ def load_other(config: CommonConfig, src: str, here: Processes, mesh: DeviceMesh
     )
 
 
+def beside(config: RunConfig) -> Beside | None:
+    """The processes on Ray that a run has beside its own, none of them started; None: it has none.
+
+    Raises:
+        InvalidRun: a student in several processes.   MissingLibrary: no ray or verl for them.
+    """
+    engines = 0 if config.rollouts is None else config.rollouts.engines
+    for key, count in (("rollouts.engines", engines), ("placement.teacher", config.teachers)):
+        if count and dist.get_world_size() > 1:
+            raise InvalidRun(
+                f"{key} = {count} for a student in {dist.get_world_size()} processes.",
+                remedy=f"{key}=0: every process has its part of the work",
+            )
+    if not engines and not config.teachers:
+        return None
+    from bestiary.training.rl.beside import Beside
+
+    return Beside(config)
+
+
 def answering(
-    config: RunConfig,
     section: RolloutSection,
     packs: PackLoader,
     model: Decoder,
     tokenizer: BaseHFModelTokenizer,
     data: DataParallel,
     make: Callable[[Pack], Any],
+    roles: Beside | None,
 ) -> RolloutLoader:
-    """Batches of the answers that the model itself samples to the prompts in packs.
-
-    Raises:
-        InvalidRun: engines of their own for a model in several processes.   MissingLibrary: no ray or verl for them.
-    """
+    """Batches of the answers that the model itself samples to the prompts in packs."""
     sampling = Sampling(
         max_tokens=section.max_tokens,
         temperature=section.temperature,
@@ -287,18 +313,10 @@ def answering(
         seed=section.seed,
     )
     engine: RolloutEngine
-    if section.engines:
-        if dist.get_world_size() > 1:
-            raise InvalidRun(
-                f"rollouts.engines = {section.engines} for a student in {dist.get_world_size()} processes.",
-                remedy="rollouts.engines=0: every process samples its part of the answers",
-            )
+    if section.engines and roles is not None:
         from bestiary.training.rl.student_engines import StudentEngines
 
-        src, patience = config.model, config.loop.timeout_s
-        engine = StudentEngines(
-            model, src.src, section.engines, revision=src.revision, rows=section.rows, timeout_s=patience
-        )
+        engine = StudentEngines(model, partial(roles.group, "rollout"))
     else:
         engine = EmbeddedEngine(model, rows=section.rows, agree=data.largest if data.size > 1 else None)
     return RolloutLoader(

@@ -6,16 +6,24 @@ import sys
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import ray.dashboard
+import torch
+from ray.util import placement_group_table
 
-from bestiary.tools import cli, submit_commands
+from bestiary.models import AutoDecoder
+from bestiary.tools import chaos, cli, submit_commands
 from bestiary.training import jobs as jobs_module
 from bestiary.training.config import load_run_config
 from bestiary.training.errors import InvalidRun
 from bestiary.training.jobs import ENDED, Job, Jobs, Submission, local_cluster
 from bestiary.training.launch import Placement
+from bestiary.training.rl import grpo
+from bestiary.training.rl.cluster import session
+from bestiary.training.rl.config import load_grpo_config
+from bestiary.training.rl.groups import Pool
 from bestiary.training.run import run
 
 from .test_run import figures
@@ -136,6 +144,56 @@ def test_what_the_cluster_has_no_room_for_is_refused_before_it_is_submitted(clus
 def test_a_job_that_is_not_there_is_named_with_those_that_are(cluster):
     with pytest.raises(InvalidRun, match="no job 'nobody'"):
         Jobs(cluster).find("nobody")
+
+
+class Where:
+    """A callback that notes on which nodes the processes of a run live."""
+
+    seen: ClassVar[dict[str, list[str]]] = {}
+
+    def on_end(self, controller):
+        roles = controller.roles
+        self.seen.update(policy=roles.policy.group.nodes, rollout=roles.sampler.engine.group.nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_policy_over_two_nodes_with_engines_on_both_is_the_run_of_one_process(cluster, tmp_path, monkeypatch):
+    """`placement.nodes` = 2: a rank and an engine on each; weights in float64 to 1e-9."""
+    placement = {"policy": 2, "rollout": 2, "reward": 0, "together": ["rollout"], "nodes": 2, "timeout_s": 120}
+    checkpoint = {"every": None}
+    file = chaos.write_run(tmp_path, 2, placement=placement, checkpoint=checkpoint, environment=None, algorithm={})
+    grpo.run(load_grpo_config(file, ["placement=null", f"out={tmp_path / 'one'}"]))
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    callback = f"loop.callbacks=[{Where.__module__}:Where]"
+    outcome = grpo.run(load_grpo_config(file, [callback, f"out={tmp_path / 'two'}"]))
+    assert (outcome.round, outcome.stopped) == (2, None)
+    assert len(set(Where.seen["policy"])) == len(set(Where.seen["rollout"])) == 2
+    assert set(Where.seen["policy"]) == set(Where.seen["rollout"])
+    found, expected = (AutoDecoder.from_pretrained(tmp_path / name / "export") for name in ("two", "one"))
+    for (name, ours), theirs in zip(found.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9, msg=name)
+
+
+@pytest.mark.slow
+def test_places_are_on_one_node_on_as_many_as_asked_or_where_there_is_room(cluster, monkeypatch):
+    """A policy fills a node and engines find the other; more than a node has, or more nodes, are refused at once."""
+
+    def nodes(pool):
+        tables = [placement_group_table(group) for group in pool._pool.pgs]
+        return [node for table in tables for node in table["bundles_to_node_id"].values()]
+
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with session():
+        with pytest.raises(InvalidRun, match="1 nodes with 3 CPUs each, and Ray has 0 such among its 2"):
+            Pool(3, 1)
+        with pytest.raises(InvalidRun, match="3 nodes with 1 CPUs each, and Ray has 2 such among its 2"):
+            Pool(1, 1, nodes=3)
+        policy, engines = Pool(2, 1), Pool(2, 1, nodes=None)
+        assert (len(set(nodes(policy))), len(set(nodes(engines)))) == (1, 1)
+        assert set(nodes(policy)) != set(nodes(engines))
+        policy.close()
+        engines.close()
 
 
 # ---------------------------------------------------------------------- without a cluster

@@ -15,6 +15,7 @@ from bestiary.training.errors import InvalidRun
 from bestiary.training.recipes.base import Recipe
 from bestiary.training.recipes.distill import Distill
 from bestiary.training.recipes.dpo import DPO
+from bestiary.training.recipes.elsewhere import Elsewhere
 from bestiary.training.recipes.kto import KTO
 from bestiary.training.recipes.names import known
 from bestiary.training.recipes.reference import AdaptersOff, Live, Reference, Stored
@@ -32,14 +33,16 @@ ON_POLICY = "reverse_kl"  # of distillation on the student's own answers, unless
 _OWN = frozenset({"self", "reference", "teacher", "loss", "beta"})  # arguments that have keys of their own
 
 
-def build(config: RunConfig, load: Callable[[str], Decoder]) -> tuple[Recipe, tuple[Decoder, ...]]:
+def build(
+    config: RunConfig, load: Callable[[str], Decoder], elsewhere: Elsewhere | None = None
+) -> tuple[Recipe, tuple[Decoder, ...]]:
     """The recipe of `config.loss`, and the models loaded for it.
 
     A loss by `module:name` is a class or function that makes a `Recipe`: from `loss.options` by their names, and from
     `beta`, `reference` and `teacher` if it takes them.
 
     Args:
-        load: a checkpoint to a model that only computes.
+        load: a checkpoint to a model that only computes.   elsewhere: the teacher, where it is in other processes.
     Raises:
         InvalidRun: a loss, key or option that the recipe does not have, or one that it lacks.
     """
@@ -71,8 +74,8 @@ def build(config: RunConfig, load: Callable[[str], Decoder]) -> tuple[Recipe, tu
                 remedy="a checkpoint with the same vocabulary, or sources of kind distillation alone, held-out ones "
                 "too, whose rows hold what a teacher said (bestiary distill CONFIG --store-teacher FILE writes such)",
             )
-        others = () if loss.teacher is None else (load(loss.teacher),)
-        given["teacher"] = others[0] if others else None
+        others = () if loss.teacher is None or elsewhere is not None else (load(loss.teacher),)
+        given["teacher"] = others[0] if others else elsewhere
     recipe = made(**given)
     missing = [name for name in ("name", "unit", "kinds", "batch", "count", "loss") if not hasattr(recipe, name)]
     if missing:

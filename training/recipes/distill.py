@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar, Literal, cast, get_args
 
 import torch
@@ -15,13 +16,23 @@ from bestiary.kernels.head import head_logits
 from bestiary.kernels.precision import at_least_fp32
 from bestiary.kernels.vocab_parallel import VocabShard, localised
 from bestiary.models import Decoder
+from bestiary.training.control import Control
 from bestiary.training.data.batch import batch
 from bestiary.training.data.packing import Pack
 from bestiary.training.data.samples import Kind
 from bestiary.training.data.tokens import IGNORED, NO_WORD, TeacherWords
 from bestiary.training.errors import InvalidRun
 from bestiary.training.recipes.base import Batch, LossSum
-from bestiary.training.recipes.documents import check_positive, frozen_pass, model_inputs, on, router_term, token_sum
+from bestiary.training.recipes.documents import (
+    FORWARD,
+    check_positive,
+    frozen_pass,
+    model_inputs,
+    on,
+    router_term,
+    token_sum,
+)
+from bestiary.training.recipes.elsewhere import Answer, Elsewhere, Question
 from bestiary.training.recipes.names import known
 
 _LOGITS = 2**24  # of the teacher at once, where its likeliest words are looked for
@@ -29,8 +40,8 @@ _LOGITS = 2**24  # of the teacher at once, where its likeliest words are looked 
 
 class Distill:
     """Args:
-    teacher: a model over the student's vocabulary, frozen here; None: packs bring its likeliest words, and no teacher
-        is in memory. They count as those of `top_k` do.
+    teacher: a model over the student's vocabulary, frozen here, or one in other processes; None: packs bring its
+        likeliest words, and no teacher is in memory. They count as those of `top_k` do.
     loss: forward_kl, KL(t ‖ s); reverse_kl, KL(s ‖ t); jsd, the generalised Jensen–Shannon divergence of GKD with
         m = beta · t + (1 − beta) · s, as TRL's (OpenRLHF and NeMo-RL mix the two KLs instead).
     beta: of jsd, in (0, 1).
@@ -51,7 +62,7 @@ class Distill:
 
     def __init__(
         self,
-        teacher: Decoder | None,
+        teacher: Decoder | Elsewhere | None,
         loss: str = "forward_kl",
         beta: float = 0.5,
         temperature: float = 1.0,
@@ -71,10 +82,12 @@ class Distill:
                 f"loss.options.top_k = {top_k} and no loss.teacher: the data's words count, as many as it has.",
                 remedy="leave it out, or name a teacher",
             )
-        self.teacher = None if teacher is None else teacher.requires_grad_(False).eval()
+        self.elsewhere = teacher if isinstance(teacher, Elsewhere) else None
+        here = None if isinstance(teacher, Elsewhere) else teacher
+        self.teacher = None if here is None else here.requires_grad_(False).eval()
         self.beta, self.temperature, self.top_k = beta, temperature, top_k
         # The student reads the teacher's head after the teacher's pass: FSDP2 must leave it whole.
-        for module in () if teacher is None else (teacher, teacher.lm_head):
+        for module in () if here is None else (here, here.lm_head):
             if isinstance(module, FSDPModule):
                 module.set_reshard_after_forward(False, recurse=False)
 
@@ -85,7 +98,13 @@ class Distill:
             InvalidRun: there is no teacher, and a trained token without words.
         """
         found: Batch = dict(batch(pack, shifted=True))
-        return found if self.teacher is not None else found | _stored(pack)
+        return found | _stored(pack) if self.teacher is None and self.elsewhere is None else found
+
+    def prepare(self, model: Decoder, batches: Sequence[Batch], control: Control, rank: int, ranks: int) -> None:
+        """See `Prepares`: a teacher elsewhere is asked about all of them, and answers while the student computes."""
+        if self.elsewhere is not None:
+            for found, answer in zip(batches, self.elsewhere.ask([*map(self._question, batches)]), strict=True):
+                found["answer"] = answer
 
     def count(self, batch: Batch) -> int:
         """Trained tokens."""
@@ -107,6 +126,9 @@ class Distill:
     def _said(self, model: Decoder, batch: Batch, given: Batch) -> TeacherHead | TopK:
         """What the teacher says, or said when it was asked, about the tokens that are computed here."""
         labels, context = given["shift_labels"][0], given.get("context_slice")
+        if self.elsewhere is not None:
+            answer: Answer = batch.pop("answer", None) or self.elsewhere.ask([self._question(batch)])[0]
+            return answer(labels.device)
         if self.teacher is None:
             dtype = at_least_fp32(next(model.parameters()).dtype)
             words, log_prob = on(batch["words"], labels.device).long(), on(batch["log_prob"], labels.device).to(dtype)
@@ -119,6 +141,10 @@ class Distill:
                 return cast(TeacherHead, said)
             labels = labels if context is None else context.cut(labels, 0)
             return likeliest(said, self.top_k, self.temperature, labels != IGNORED)
+
+    def _question(self, batch: Batch) -> Question:
+        counted = batch["shift_labels"][0] != IGNORED
+        return Question({name: batch[name] for name in FORWARD}, counted, self.top_k, self.temperature)
 
 
 def likeliest(teacher: TeacherHead, k: int, temperature: float, counted: torch.Tensor) -> TopK:

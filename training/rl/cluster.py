@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from bestiary.training.errors import ClusterLost, InvalidRun
 from bestiary.training.integrations.needs import needs
@@ -120,3 +121,16 @@ def session(cpus: int | None = None) -> Iterator[None]:
         if mine and not gone:  # of a head that is gone nothing can be asked, not even an end
             sys.stdout.flush()
             ray.shutdown()
+
+
+def enter(folder: str) -> None:
+    """Work in the folder that relative paths of a run's file count from.
+
+    Raises:
+        InvalidRun: it is not on this node.
+    """
+    if not Path(folder).is_dir():
+        raise InvalidRun(
+            f"{folder} is not there on {socket.gethostname()}.", remedy="start from a folder that all nodes share"
+        )
+    os.chdir(folder)

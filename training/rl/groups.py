@@ -6,8 +6,9 @@ dies as one: a policy over N ranks) or a number of members that know nothing of 
 What verl 0.9.1 does that one has to know, on CPUs above all:
 
 * `RayResourcePool` takes a GPU for each process unless told `use_gpu=False`, and `max_colocate_count` CPUs, ten by
-  default: more than a small machine has, and `get_placement_groups` then waits forever. Both are always given here, and
-  `Pool` refuses what the cluster has no room for.
+  default: more than a small machine has. Both are always given here, and `Pool` refuses what there is no room for.
+* Its `get_placement_groups` waits forever, and may put what was asked for on two nodes on one that has room for all. So
+  `Pool` reserves the places, each node's on a node of its own.
 * Without a GPU its platform is CUDA all the same; `integrations.verl_platform` is one for processors.
 * A group asks in its bundle for an address before it makes actors, with a task that wants one CPU there. So actors here
   take none (Ray's default for them), else a group could not be replaced beside its neighbours.
@@ -56,6 +57,7 @@ with needs("verl", INSTALL), warnings.catch_warnings():
 GRACE_S = 5.0  # in which the process that died is told from those that lost it
 everybody = partial(register, dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)()
 shares = partial(register, dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)()
+_NODE = "ray.io/node-id"  # the label of a node that is its id
 _PASSED = ("PYTHONPATH", "PYTHONSAFEPATH", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
@@ -65,8 +67,8 @@ class RoleWorker(Worker):
     hosted: Any
 
     @everybody
-    def build(self, make: Callable[[], Any], timeout_s: float) -> tuple[int, Any]:
-        """Make what is hosted here; the id of this process, and what `describe` says.
+    def build(self, make: Callable[[], Any], timeout_s: float) -> tuple[int, str, Any]:
+        """Make what is hosted here; the ids of this process and its node, and what `describe` says.
 
         Args:
             make: gives it, or a context manager that does, which stays open while the process lives.
@@ -78,7 +80,7 @@ class RoleWorker(Worker):
             made = make()
             self._open = ExitStack()
             self.hosted = self._open.enter_context(made) if isinstance(made, AbstractContextManager) else made
-            return os.getpid(), self.describe()
+            return os.getpid(), ray.get_runtime_context().get_node_id(), self.describe()
 
     def describe(self) -> Any:
         """What the other side should know of it."""
@@ -103,8 +105,9 @@ class Pool:
     """Where processes run: so many places, each with room for one process of several roles.
 
     Args:
-        places: on each node alike.   nodes: that have them.
+        places: on each node alike.
         roles: that share the places, each with one process at a place; on GPUs each has a share of the GPU.
+        nodes: that have them, each another one; None: each place is on any node.
         gpu: whether a place has a GPU; None: where as many are free as there are places.
         timeout_s: after which a cluster that gives nothing is given up.
 
@@ -114,18 +117,20 @@ class Pool:
 
     places: int
     roles: int
-    nodes: int = 1
+    nodes: int | None = 1
     gpu: bool | None = None
     timeout_s: float = 600.0
     _pool: RayResourcePool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        cores, gpus = (ray.cluster_resources().get(kind, 0) for kind in ("CPU", "GPU"))
-        size = self.places * self.nodes
-        free = ray.available_resources()
+        size = self.size
         if self.gpu is None:
-            self.gpu = free.get("GPU", 0) >= size
-        for kind, wanted, has in (("CPU", size * self.roles, cores), ("GPU", size if self.gpu else 0, gpus)):
+            self.gpu = ray.available_resources().get("GPU", 0) >= size
+        for kind, wanted in (("CPU", size * self.roles), ("GPU", size if self.gpu else 0)):
+            has, until = ray.cluster_resources().get(kind, 0), time.monotonic() + GRACE_S
+            # What a run that just ended had is given back behind its end.
+            while (free := ray.available_resources()).get(kind, 0) < wanted <= has and time.monotonic() < until:
+                time.sleep(EVERY_S)
             if free.get(kind, 0) < wanted:
                 raise InvalidRun(
                     f"{size} places for {self.roles} roles need {wanted} {kind}s of Ray; it has {has:g}, "
@@ -134,12 +139,14 @@ class Pool:
                 )
         if not self.gpu:
             _without_gpus()
-        self._pool = RayResourcePool([self.places] * self.nodes, use_gpu=self.gpu, max_colocate_count=self.roles)
+        stores = [1] * self.places if self.nodes is None else [self.places] * self.nodes
+        self._pool = RayResourcePool(stores, use_gpu=self.gpu, max_colocate_count=self.roles)
+        self._reserve(stores)
 
     @property
     def size(self) -> int:
         """Places on all nodes."""
-        return self.places * self.nodes
+        return self.places * (self.nodes or 1)
 
     def part(self, first: int, count: int) -> SubRayResourcePool:
         """Places [first, first + count)."""
@@ -153,6 +160,36 @@ class Pool:
         with suppress(ClusterLost):
             check_head()
             self._remove()
+
+    def _reserve(self, stores: Sequence[int]) -> None:
+        """What `RayResourcePool.get_placement_groups` does, which waits forever and may put all on one node."""
+        place: dict[str, float] = {"CPU": self.roles} | ({"GPU": 1} if self.gpu else {})
+        needs = {kind: count * stores[0] for kind, count in place.items()}
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        fitting = [node for node in nodes if all(node.get(kind, 0) >= count for kind, count in needs.items())]
+        wanted = " and ".join(f"{count:g} {kind}s" for kind, count in needs.items())
+        if len(fitting) < (self.nodes or 1):
+            raise InvalidRun(
+                f"{self.nodes or 1} nodes with {wanted} each, and Ray has {len(fitting)} such among its {len(nodes)}.",
+                remedy="fewer processes in `placement`, more of `placement.nodes`, or larger nodes",
+            )
+        self._pool.pgs, taken = [], list[str]()
+        until = time.monotonic() + self.timeout_s
+        for count in stores:
+            other = {_NODE: f"!in({', '.join(taken)})"} if taken else {}
+            group = ray.util.placement_group([place] * count, "STRICT_PACK", bundle_label_selector=[other] * count)
+            self._pool.pgs.append(group)
+            while not group.wait(1):
+                check_head()
+                if time.monotonic() < until:
+                    continue
+                self._remove()
+                raise InvalidRun(
+                    f"no {'other ' if taken else ''}node had {wanted} free within {self.timeout_s:g} s.",
+                    remedy="`ray status` shows what they are given to; a longer placement.timeout_s to wait for them",
+                )
+            if self.nodes is not None:
+                taken += set(ray.util.placement_group_table(group)["bundles_to_node_id"].values())
 
     def _remove(self) -> None:
         for group in self._pool.pgs or ():
@@ -289,7 +326,7 @@ class Group:
     Groups that are made one after the other start at the same time: whoever asks the first thing waits.
 
     Attributes:
-        generations: how often each was started.   pids: of their processes, on whatever node.
+        generations: how often each was started.   pids, nodes: of their processes, and where Ray has those.
     """
 
     def __init__(
@@ -317,7 +354,7 @@ class Group:
         else:
             self._parts = [pool.part(first + place, 1) for place in range(size)]
         self.generations = [0] * size
-        self.pids = [0] * size
+        self.pids, self.nodes = [0] * size, [""] * size
         self._described: list[Any] = [None] * size
         self._building: dict[int, Any] = {}
         self._started: list[RayWorkerGroup | None] = [None] * len(self._parts)
@@ -358,8 +395,8 @@ class Group:
         building, self._building = self._building, {}
         if building:
             told = self._living.wait([*building.values()], members=[*building])
-            for member, (pid, described) in zip(building, told, strict=True):
-                self.pids[member], self._described[member] = pid, described
+            for member, (*where, described) in zip(building, told, strict=True):
+                (self.pids[member], self.nodes[member]), self._described[member] = where, described
 
     # ------------------------------------------------------------------ life
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +14,10 @@ from bestiary.bridges.fields import FLOAT_TYPES
 from bestiary.bridges.hub import resolve
 from bestiary.training.config import ADAPTERS_OFF
 from bestiary.training.data.tokenizer import BaseHFModelTokenizer
-from bestiary.training.errors import InvalidRun, Role
+from bestiary.training.errors import Role
 from bestiary.training.parallel import build_mesh
 from bestiary.training.processes import processes
-from bestiary.training.rl.cluster import session
+from bestiary.training.rl.cluster import enter, session
 from bestiary.training.rl.config import GrpoConfig
 from bestiary.training.rl.environments import EnvironmentFactory
 from bestiary.training.rl.groups import Group, Pool, RoleWorker
@@ -90,7 +88,7 @@ def started(config: GrpoConfig, rounds: int, placement: PlacementSection, stack:
         pool = shared
         if role not in sharing:
             computes = role in ("rollout", "reference")
-            pool = Pool(size, 1, gpu=None if computes else False, timeout_s=placement.timeout_s)
+            pool = Pool(size, 1, nodes=None, gpu=None if computes else False, timeout_s=placement.timeout_s)
             stack.callback(pool.close)
         groups[role] = Group(
             role,
@@ -206,9 +204,5 @@ def _read(config: Mapping[str, Any], folder: str) -> GrpoConfig:
     Raises:
         InvalidRun: the folder is not on this node.
     """
-    if not Path(folder).is_dir():
-        raise InvalidRun(
-            f"{folder} is not there on {socket.gethostname()}.", remedy="start from a folder that all nodes share"
-        )
-    os.chdir(folder)
+    enter(folder)
     return GrpoConfig.model_validate(config)

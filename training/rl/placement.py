@@ -24,7 +24,7 @@ class PlacementSection(Section):
         reference: processes, each with the whole model; not started where nothing asks for a reference.
         reward, environment: processes of reward functions and of environments; 0: where the controller is.
         together: roles that share the places, and GPUs, of the policy; the others have places of their own.
-        nodes: that the policy's places are spread over, as many on each.
+        nodes: that the policy's places are spread over, as many on each; the others' are wherever there is room.
         cpus: logical ones of a cluster on this machine; None: its cores, or as many as there are processes.
         bucket_mib: of weights on their way to the engines at a time.
         timeout_s: after which a process that does not answer is started anew.
@@ -60,3 +60,43 @@ class PlacementSection(Section):
         apart |= {"environment": self.environment}
         own = sum(count for role, count in apart.items() if role not in self.together)
         return self.places * (1 + len(self.together)) + own
+
+
+class BesideSection(Section):
+    """Processes on Ray beside a student that trains in the process that was started: `bestiary distill`.
+
+    Its engines are `rollouts.engines`; they have places of their own.
+
+    Attributes:
+        teacher: processes, each with the whole teacher, that packs take turns at; 0: it computes where the student
+            does.
+        together: roles that share the places, and GPUs, of the engines; the others have places of their own.
+        bucket_mib: of the teacher's answers on their way at a time.
+    """
+
+    teacher: Annotated[int, Field(ge=0)] = 0
+    together: tuple[Literal["teacher"], ...] = ()
+    bucket_mib: Count = 64
+
+    def check(self, recipe: str, teacher: str | None, loss: str | None, engines: int) -> None:
+        """Refuse what the rest of the file does not go with.
+
+        Args:
+            teacher, loss: loss.teacher and loss.name.   engines: rollouts.engines.
+        Raises:
+            ValueError: names the key.
+        """
+        if recipe != "distill":
+            raise ValueError(f"placement is of distill and grpo, the recipe is {recipe}")
+        if self.teacher and teacher is None:
+            raise ValueError(f"placement.teacher = {self.teacher} and no loss.teacher: there is nobody to place")
+        if self.teacher and loss is not None and ":" in loss:
+            raise ValueError(
+                f"placement.teacher = {self.teacher} with loss.name = {loss}, which takes the teacher itself; "
+                "placement.teacher = 0"
+            )
+        if self.together and not (self.teacher and engines):
+            raise ValueError(
+                f"placement.together = [teacher] with placement.teacher = {self.teacher} and rollouts.engines = "
+                f"{engines}: one of them has no places to share; at least 1 of both, or leave it out"
+            )

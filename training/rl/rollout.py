@@ -140,6 +140,21 @@ class RolloutEngine(Protocol):
         ...
 
 
+class Remembered:
+    """A constraint that is asked about each beginning once; what it allows, ascending."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self._constraint = constraint
+        self._known: dict[bytes, NDArray[np.int32]] = {}
+
+    def __call__(self, beginning: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Ids that may follow (n,) int32."""
+        key = beginning.tobytes()
+        if key not in self._known:
+            self._known[key] = np.unique(self._constraint.allowed(beginning)).astype(np.int32)
+        return self._known[key]
+
+
 class Tracks:
     """A constraint over answers that grow together, and what it allowed.
 
@@ -148,8 +163,7 @@ class Tracks:
     """
 
     def __init__(self, constraint: Constraint, stop_ids: Sequence[int]) -> None:
-        self._constraint, self._stops = constraint, set(stop_ids)
-        self._known: dict[bytes, NDArray[np.int32]] = {}
+        self._asked, self._stops = Remembered(constraint), set(stop_ids)
         self._steps: list[list[NDArray[np.int32]]] = []  # of each token, and of what would follow the last
 
     def next(self, said: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -169,12 +183,6 @@ class Tracks:
 
     def _goes_on(self, answer: int, said: NDArray[np.int32]) -> bool:
         return not self._steps or (len(self._steps[-1][answer]) > 0 and int(said[-1]) not in self._stops)
-
-    def _asked(self, beginning: NDArray[np.int32]) -> NDArray[np.int32]:
-        key = beginning.tobytes()
-        if key not in self._known:
-            self._known[key] = np.unique(self._constraint.allowed(beginning)).astype(np.int32)
-        return self._known[key]
 
 
 def allowed_along(constraint: Constraint, ids: NDArray[np.int32]) -> NDArray[np.int32]:

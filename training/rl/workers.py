@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from bestiary.training.errors import InvalidRun
-from bestiary.training.rl.buckets import Bucket
+from bestiary.training.recipes.elsewhere import Question
+from bestiary.training.rl.buckets import Bucket, buckets
 from bestiary.training.rl.environments import Environment, EnvironmentFactory, Heard, Said
 from bestiary.training.rl.groups import RoleWorker, everybody, shares
 from bestiary.training.rl.inflow import Inflow
@@ -23,6 +24,7 @@ from bestiary.training.rl.remote_engine import EngineFacts
 from bestiary.training.rl.roles import Figures, Frozen, Prompt, Scorer
 from bestiary.training.rl.rollout import Rollout, Sampling
 from bestiary.training.rl.shared_engine import SharedEngine
+from bestiary.training.rl.teacher import LocalTeacher, TeacherFacts
 from bestiary.training.rl.weight_sync import (
     Answered,
     Checksums,
@@ -37,7 +39,7 @@ from bestiary.training.rl.weight_sync import (
 
 
 class FrozenWorker(RoleWorker):
-    """Hosts a `Frozen`: a reference, a teacher."""
+    """Hosts a `Frozen`: a reference."""
 
     hosted: Frozen
 
@@ -46,6 +48,42 @@ class FrozenWorker(RoleWorker):
         """See `Frozen`; of the share that this process was given."""
         with self.failing():
             return self.hosted.log_probs(experiences, column)
+
+
+class TeacherWorker(RoleWorker):
+    """Hosts a `LocalTeacher`; its answers leave in parts of bounded size."""
+
+    hosted: LocalTeacher
+
+    def describe(self) -> TeacherFacts:
+        """Of its head; a place for answers is made."""
+        self._answers: dict[int, Iterator[Bucket]] = {}
+        self._first = 0
+        return self.hosted.facts
+
+    def say(self, ticket: int, question: Question | None, most: int) -> None:
+        """Find the answer to a question, or with None the weight of its head, and keep it to be taken in parts.
+
+        Args:
+            ticket: what `part` calls it.   most: bytes of a part.
+        """
+        with self.failing():
+            found = self.hosted.head() if question is None else self.hosted.said(question)
+        if ticket >= self._first:
+            self._answers[ticket] = buckets(found.items(), most)
+
+    def part(self, ticket: int) -> Bucket | None:
+        """The next part of an answer; None: that was all of it."""
+        found = next(self._answers[ticket], None)
+        if found is None:
+            del self._answers[ticket]
+        return found
+
+    def forget(self, first: int) -> None:
+        """Let go of all answers whose ticket is lower."""
+        self._first = first
+        for ticket in [one for one in self._answers if one < first]:
+            self._answers.pop(ticket, None)
 
 
 @dataclass(frozen=True)

@@ -190,10 +190,46 @@ def test_another_temperature_is_named(engine, policy, monkeypatch):
     sync(policy, engine, 5)
     with pytest.raises(InvalidRun, match=r"vLLM samples at 0\.01"):
         engine.generate(PROMPTS, replace(SAMPLING, temperature=0.001))
-    with pytest.raises(InvalidRun, match="constraint is a Catalogue, and vLLM here samples freely"):
-        engine.generate(PROMPTS, replace(SAMPLING, constraint=Catalogue(SemanticIds(levels=1, codebook_size=4), [[0]])))
+    with pytest.raises(InvalidRun, match=r"vLLM takes 2\.0 at most"):
+        engine.generate(PROMPTS, replace(SAMPLING, temperature=3.0))
     with pytest.raises(InvalidRun, match=f"prompt 1 has id {VOCAB}"):
         engine.generate([[1], [VOCAB]], SAMPLING)
+
+
+class Pairs:
+    """Words 4 and 6 in turn, or an end (9) after any of them."""
+
+    def allowed(self, beginning):
+        assert 9 not in beginning, "nobody asks what follows the end"
+        return [9, 6 if len(beginning) % 2 else 4]
+
+
+def test_constrained_answers_are_items_and_their_probabilities_those_of_the_constrained_policy(engine, policy):
+    """Whole at once or cut off behind; with and without stop ids; beside free answers the same as ever."""
+    sync(policy, engine, 1)
+    free = engine.generate(PROMPTS, SAMPLING)
+    for ids, stops, tokens in ((3, (), 3), (3, (), 5), (2, (1,), 5)):
+        items = np.array([[0, 0, 0], [0, 0, 3], [0, 4, 1], [2, 1, 1], [2, 1, 2], [2, 3, 4], [4, 4, 4]])[:, :ids]
+        catalogue = Catalogue(SemanticIds(levels=ids, codebook_size=5, first_id=20), np.unique(items, axis=0))
+        asked = Sampling(max_tokens=tokens, temperature=1.3, stop_ids=stops, n=4, seed=1, constraint=catalogue)
+        said = engine.generate(PROMPTS, asked)
+        assert all(one.finish == "stop" and catalogue.item(one.ids) is not None for one in said)
+        assert len({one.ids.tobytes() for one in said}) > 3
+        found = check_rollouts(policy, PROMPTS, said, asked, version=1).figures()
+        assert found["mismatch/mean"] <= 1e-4
+    asked = Sampling(max_tokens=3, temperature=2.0, stop_ids=(9,), n=12, constraint=Pairs())
+    said = engine.generate(PROMPTS, asked)
+    assert {one.finish for one in said} == {"stop", "length"}
+    for one in said:
+        assert [word for word in one.ids if word != 9] == [4, 6, 4][: len(one) - (one.finish == "stop")]
+    assert check_rollouts(policy, PROMPTS, said, asked).figures()["mismatch/mean"] <= 1e-4
+    again = engine.generate(PROMPTS, SAMPLING)
+    assert all(np.array_equal(one.log_probs, other.log_probs) for one, other in zip(again, free, strict=True))
+    nothing = Catalogue(SemanticIds(levels=1, codebook_size=4), np.zeros((0, 1), np.int64))
+    far = Catalogue(SemanticIds(levels=1, codebook_size=4, first_id=VOCAB), np.array([[0]]))
+    for constraint, told in ((nothing, "no id that may come first"), (far, f"allows id {VOCAB}, the vocabulary")):
+        with pytest.raises(InvalidRun, match=f"constraint, a Catalogue, (has )?{told}"):
+            engine.generate(PROMPTS, replace(asked, constraint=constraint))
 
 
 def test_ids_that_were_changed_between_are_named(engine, policy):
