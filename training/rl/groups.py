@@ -163,7 +163,7 @@ class Pool:
 
     def _reserve(self, stores: Sequence[int]) -> None:
         """What `RayResourcePool.get_placement_groups` does, which waits forever and may put all on one node."""
-        place: dict[str, float] = {"CPU": self.roles} | ({"GPU": 1} if self.gpu else {})
+        place = {"CPU": float(self.roles)} | ({"GPU": 1.0} if self.gpu else {})
         needs = {kind: count * stores[0] for kind, count in place.items()}
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         fitting = [node for node in nodes if all(node.get(kind, 0) >= count for kind, count in needs.items())]

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from bestiary.models import AutoDecoder, Decoder
+from bestiary.models.layers.head import Head
+from bestiary.training.errors import InvalidRun
 from bestiary.training.recipes.distill import likeliest
 from bestiary.training.recipes.documents import frozen_pass, model_inputs, on
 from bestiary.training.recipes.elsewhere import Question
@@ -34,21 +36,27 @@ class LocalTeacher:
 
     Args:
         model: that only computes, whole.
+    Raises:
+        InvalidRun: one without a vocabulary, a reward model.
     """
 
     def __init__(self, model: Decoder) -> None:
-        self.model = model
+        if not isinstance(model.lm_head, Head):
+            raise InvalidRun(
+                f"a teacher with a head of class {type(model.lm_head).__name__}, which has no vocabulary.",
+                remedy="a language model in loss.teacher",
+            )
+        self.model, self._head = model, model.lm_head
         self._computing = threading.Lock()
 
     @property
     def facts(self) -> TeacherFacts:
         """Of its head."""
-        head = self.model.lm_head
-        return TeacherFacts(float(head.divisor), None if head.softcap is None else float(head.softcap))
+        return TeacherFacts(self._head.divisor, self._head.softcap)
 
     def head(self) -> Tensors:
         """weight (V, H), which a student needs once where it asks for all words."""
-        return {"weight": self.model.lm_head.weight.detach()}
+        return {"weight": self._head.weight.detach()}
 
     def said(self, question: Question) -> Tensors:
         """What it says at the n places that count.

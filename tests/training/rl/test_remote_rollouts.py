@@ -137,6 +137,8 @@ def test_a_process_that_does_not_answer_is_lost(rollouts, engine):
 def test_what_the_cluster_has_no_room_for_is_refused(session):
     with pytest.raises(InvalidRun, match=r"9 places for 1 roles need 9 CPUs of Ray; it has 8"):
         Pool(9, roles=1)
+    with pytest.raises(InvalidRun, match=r"2 nodes with 1 CPUs each, and Ray has 1 such among its 1"):
+        Pool(1, roles=1, nodes=2)
 
 
 @pytest.mark.parametrize(
