@@ -24,7 +24,7 @@ from bestiary.models.recomputation import Checkpointing, Part
 from bestiary.training.data.config import DataConfig, placed_in
 from bestiary.training.errors import InvalidRun
 from bestiary.training.rl.placement import BesideSection
-from bestiary.training.sections import Section, fields_at, read_mapping, validated
+from bestiary.training.sections import Section, override, read_mapping, validated
 
 RecipeName = Literal["sft", "dpo", "kto", "reward", "distill"]
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
@@ -415,7 +415,7 @@ def read_config(section: type[C], file: Path, overrides: Sequence[str] = (), *, 
     """A run's file as the configuration that a command takes, paths as they stand there; else as `load_run_config`."""
     whole = read_mapping(file, InvalidRun)
     for text in overrides:
-        _override(section, whole, text)
+        override(section, whole, text, InvalidRun)
     if recipe is not None:
         if whole.setdefault("recipe", recipe) != recipe:
             raise InvalidRun(
@@ -463,42 +463,3 @@ def _placed(config: RunConfig, folder: Path) -> RunConfig:
     if evaluation is not None:
         update["loop"] = config.loop.model_copy(update={"evaluation": evaluation})
     return config.model_copy(update=update)
-
-
-def _override(section: type[CommonConfig], whole: dict[str, Any], text: str) -> None:
-    """Write one `a.b=value` into the mapping of a file."""
-    path, equals, value = text.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
-        raise InvalidRun(f"{text!r} is no change of the run's file.", remedy="section.key=value, e.g. optim.lr=1e-5")
-    try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise InvalidRun(f"{path} = {value!r} is no YAML value.", remedy="quote it") from error
-    if isinstance(parsed, str):
-        parsed = _number(parsed)
-    here: Any = whole
-    for depth, key in enumerate(keys[:-1]):
-        inner = here[int(key)] if isinstance(here, list) and key.isdigit() and int(key) < len(here) else None
-        if isinstance(here, dict):
-            inner = here.get(key)
-            if inner is None:
-                inner = here[key] = {}
-        if not isinstance(inner, dict | list):
-            known = ", ".join(fields_at(section, keys[:depth]))
-            raise InvalidRun(f"{'.'.join(keys[: depth + 1])} has no keys below it.", remedy=f"one of {known}")
-        here = inner
-    if isinstance(here, list):
-        if not keys[-1].isdigit() or int(keys[-1]) >= len(here):
-            raise InvalidRun(f"{path}: the list has {len(here)} elements.", remedy=f"an index below {len(here)}")
-        here[int(keys[-1])] = parsed
-    else:
-        here[keys[-1]] = parsed
-
-
-def _number(text: str) -> str | float:
-    """YAML reads 1e-5 as text, for want of a dot."""
-    try:
-        return float(text)
-    except ValueError:
-        return text

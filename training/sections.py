@@ -86,3 +86,48 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
         if found is not None:
             return found
     return None
+
+
+def override(section: type[BaseModel], whole: dict[str, Any], text: str, refused: type[BestiaryError]) -> None:
+    """Write one `a.b=value`, the value as YAML, into the mapping of a file.
+
+    Args:
+        section: of the whole file.
+    Raises:
+        refused: it is no such change, or names a place below a value.
+    """
+    path, equals, value = text.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise refused(f"{text!r} is no change of the run's file.", remedy="section.key=value, e.g. optim.lr=1e-5")
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise refused(f"{path} = {value!r} is no YAML value.", remedy="quote it") from error
+    if isinstance(parsed, str):
+        parsed = _number(parsed)
+    here: Any = whole
+    for depth, key in enumerate(keys[:-1]):
+        inner = here[int(key)] if isinstance(here, list) and key.isdigit() and int(key) < len(here) else None
+        if isinstance(here, dict):
+            inner = here.get(key)
+            if inner is None:
+                inner = here[key] = {}
+        if not isinstance(inner, dict | list):
+            known = ", ".join(fields_at(section, keys[:depth]))
+            raise refused(f"{'.'.join(keys[: depth + 1])} has no keys below it.", remedy=f"one of {known}")
+        here = inner
+    if isinstance(here, list):
+        if not keys[-1].isdigit() or int(keys[-1]) >= len(here):
+            raise refused(f"{path}: the list has {len(here)} elements.", remedy=f"an index below {len(here)}")
+        here[int(keys[-1])] = parsed
+    else:
+        here[keys[-1]] = parsed
+
+
+def _number(text: str) -> str | float:
+    """YAML reads 1e-5 as text, for want of a dot."""
+    try:
+        return float(text)
+    except ValueError:
+        return text

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bestiary.bridges.hub import split_revision
 from bestiary.models import AutoDecoder, Decoder
 from bestiary.models.layers.head import Head
 from bestiary.training.errors import InvalidRun
@@ -85,5 +86,6 @@ def teacher_process(src: str, dtype: str | None, deterministic: bool, folder: st
     enter(folder)
     torch.use_deterministic_algorithms(deterministic)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoDecoder.from_pretrained(src, dtype=dtype, device=device)
+    name, revision = split_revision(src)
+    model = AutoDecoder.from_pretrained(name, revision=revision, dtype=dtype, device=device)
     return LocalTeacher(model.requires_grad_(False).eval())
