@@ -1,12 +1,10 @@
 """The gradient of a tied embedding on two ranks, where shares of a gradient travel between backward hooks."""
 
-import subprocess
-
 import pytest
 import torch
 from torch import Tensor
 
-from ..child import python
+from ..child import Child
 from .tied_gradient_rank import FAMILIES, IDS, WORLD, WRAPPERS, run
 from .tiny import tiny
 
@@ -17,13 +15,10 @@ OTHER = "from tests.models.tied_gradient_rank import main; main(sys.argv[1])"
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
     """What rank 0, this process, has after each step; rank 1 is a process of its own."""
     store = tmp_path_factory.mktemp("ranks") / "store"
-    command = python(OTHER, store)
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as other:
-        try:
-            results = run(0, store)
-        finally:
-            _, errors = other.communicate(timeout=120)
-    assert other.returncode == 0, errors
+    with Child(OTHER, store) as other:
+        results = run(0, store)
+        code, errors = other.ended()
+    assert code == 0, errors
     return results
 
 

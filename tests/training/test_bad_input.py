@@ -22,7 +22,6 @@ OOM                                 here: a_run_that_does_not_fit_…, memory_th
 """
 
 import json
-import subprocess
 import time
 
 import pytest
@@ -37,7 +36,7 @@ from bestiary.training.checkpoint import saved_steps, verify
 from bestiary.training.data.errors import SampleRefused
 from bestiary.training.data.samples import parse
 
-from ..child import python
+from ..child import Child
 from .data.conftest import folder
 from .test_run import COMMAND, metrics
 from .test_run import place as place  # the fixture
@@ -215,12 +214,12 @@ def test_a_run_that_does_not_fit_says_what_it_needs_and_what_helps(place, tmp_pa
     """A real allocation fails: a pack of two million tokens, most of them padding, in one spare GiB."""
     out = tmp_path / "run"
     changes = [f"out={out}", "loop.evaluation=null", "loop.steps=null", "data.epochs=1", f"data.pack_length={2**21}"]
-    command = python(LIMITED + COMMAND, "sft", place / "run.json", *changes)
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 7, ended.stderr
-    assert "OutOfMemory: the run does not fit into memory. Estimated need: " in ended.stderr
-    assert "GiB a device (parameters " in ended.stderr
-    assert all(knob in ended.stderr for knob in KNOBS)
+    with Child(LIMITED + COMMAND, "sft", place / "run.json", *changes) as process:
+        code, told = process.ended()
+    assert code == 7, told
+    assert "OutOfMemory: the run does not fit into memory. Estimated need: " in told
+    assert "GiB a device (parameters " in told
+    assert all(knob in told for knob in KNOBS)
     assert not (out / "export").exists()
     assert whole(out) == []
 

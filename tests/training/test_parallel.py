@@ -1,13 +1,12 @@
 """A model over two processes has the loss and the gradients of one process, in float64."""
 
-import subprocess
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ..child import python
+from ..child import Child
 from .parallel_rank import BOUND, CASES, Case, gradients, run, scored, step, stepped, units
 
 pytestmark = pytest.mark.slow
@@ -20,13 +19,10 @@ EXACT = {"rtol": 1e-9, "atol": 1e-11}
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What rank 0, this process, has after each step; rank 1 is a process of its own."""
     store = tmp_path_factory.mktemp("ranks") / "store"
-    command = python(OTHER, store)
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as other:
-        try:
-            results = run(0, store)
-        finally:
-            _, errors = other.communicate(timeout=120)
-    assert other.returncode == 0, errors
+    with Child(OTHER, store) as other:
+        results = run(0, store)
+        code, errors = other.ended()
+    assert code == 0, errors
     return results
 
 

@@ -1,6 +1,5 @@
 """Checkpoints go straight to a mesh of four processes and come back whole; so do steps there."""
 
-import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +14,7 @@ from bestiary.models import AutoDecoder, Decoder
 from bestiary.verify.weights import perturb
 from tests.bridges.checkpoints import FAMILIES, tiny_config
 
-from ..child import python
+from ..child import Child
 from .parallel_loading_rank import CASES, LORA, WORLD, run
 from .parallel_rank import BOUND, Case, gradients, step, units
 
@@ -51,15 +50,10 @@ def save(path: Path, family: str, dtype: torch.dtype, **changes: Any) -> None:
 def found(folder: Path) -> list[dict[str, Any]]:
     """What the ranks have, this process first; of the others, memory and failures."""
     with ExitStack() as stack:
-        others = []
-        for rank in range(1, WORLD):
-            command = python(OTHER, folder, rank)
-            others.append(stack.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
-        try:
-            first = run(0, folder)
-        finally:
-            errors = [other.communicate(timeout=120)[1] for other in others]
-    assert not any(other.returncode for other in others), errors
+        others = [stack.enter_context(Child(OTHER, folder, rank)) for rank in range(1, WORLD)]
+        first = run(0, folder)
+        ended = [other.ended() for other in others]
+    assert not any(code for code, _ in ended), ended
     return [first, *(torch.load(folder / f"rank{rank}.pt") for rank in range(1, WORLD))]
 
 

@@ -4,7 +4,6 @@ In float64, within 1e-9 of the step's largest gradient, and so are its loss and 
 four anchor families; `make ranks` takes all of them.
 """
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from bestiary.training.data.tokens import IGNORED, Tokens
 from bestiary.training.losses import pairwise
 from bestiary.training.parallel import DataParallel
 
-from ..child import python
+from ..child import Child
 from .recipes_case import masked, pack
 from .recipes_rank import ANCHORS, BETA, FAMILIES, PAIRS, TRIALS, Models, Step, packs, run, step_over
 
@@ -52,10 +51,9 @@ def difference(ours: Step, expected: Step) -> str | None:
 
 def test_two_processes_step_as_one(tmp_path: Path) -> None:
     """FSDP2, tensor, expert and context parallel; rank 0 is this process. Each with unequal micro-batches."""
-    command = python(OTHER, tmp_path / "store")
     wrong: list[str] = []
     compared = 0
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as other:
+    with Child(OTHER, tmp_path / "store") as other:
         expected: dict[str, dict[str, Step]] = {}
 
         def seen(family: str, mesh: str, name: str, found: Step) -> None:
@@ -68,11 +66,9 @@ def test_two_processes_step_as_one(tmp_path: Path) -> None:
             if told is not None:
                 wrong.append(f"{family}, {mesh}, {name}: {told}")
 
-        try:
-            run(0, tmp_path / "store", seen)
-        finally:
-            _, errors = other.communicate(timeout=120)
-    assert other.returncode == 0, errors
+        run(0, tmp_path / "store", seen)
+        code, errors = other.ended()
+    assert code == 0, errors
     assert not wrong, "\n".join(wrong)
     assert compared >= len(TRIALS) * len(FAMILIES) * 2
 

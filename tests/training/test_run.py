@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import time
 from dataclasses import replace
 
@@ -22,7 +21,7 @@ from bestiary.training.processes import processes
 from bestiary.training.recipes.sft import SFT
 from bestiary.training.run import _bound, check_data, run
 
-from ..child import python
+from ..child import Child
 from ..models.tiny import tiny_config
 from .data.conftest import folder
 
@@ -175,19 +174,12 @@ def test_the_file_of_a_run_is_the_whole_run(whole, place):
 def test_a_killed_run_goes_on_bit_for_bit(whole, place, tmp_path, how):
     """Killed at a step that no checkpoint knows of, or asked to stop; started again by the same command."""
     arguments = ["sft", str(place / "run.json"), f"out={tmp_path / 'run'}"]
-    slow = ["loop.callbacks=[tests.training.test_run:Slow]"]
-    command = python(COMMAND, *arguments, *slow)
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        try:
-            for _ in range(1200):
-                if len(saved_steps(tmp_path / "run" / "checkpoints")) >= 1 or process.poll() is not None:
-                    break
-                time.sleep(0.05)
-            process.send_signal(getattr(signal, f"SIG{how}"))
-            code = process.wait(60)
-        finally:
-            process.kill()
-    assert code == (-signal.SIGKILL if how == "KILL" else 0)
+    with Child(COMMAND, *arguments, "loop.callbacks=[tests.training.test_run:Slow]") as process:
+        while not saved_steps(tmp_path / "run" / "checkpoints") and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(getattr(signal, f"SIG{how}"))
+        code, told = process.ended()
+    assert code == (-signal.SIGKILL if how == "KILL" else 0), told
     reached = saved_steps(tmp_path / "run" / "checkpoints")[-1]
     assert 1 <= reached < 6
     assert not (tmp_path / "run" / "export").exists()

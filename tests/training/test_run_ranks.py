@@ -1,9 +1,7 @@
 """`bestiary sft` in two processes: one curve on any number of them, and one clear end when one of them dies."""
 
-import os
 import signal
 import socket
-import subprocess
 import time
 
 import pytest
@@ -14,7 +12,7 @@ from bestiary.training.checkpoint import saved_steps
 from bestiary.training.config import load_run_config
 from bestiary.training.run import run
 
-from ..child import python
+from ..child import Child
 from .test_run import COMMAND, metrics
 from .test_run import place as place  # the fixture
 
@@ -26,15 +24,11 @@ def start(file, out, *changes, world=2, recipe="sft"):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = python(COMMAND, recipe, file, f"out={out}", *changes)
-    shared = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     return [
-        subprocess.Popen(
-            command,
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+        Child(
+            *(COMMAND, recipe, file, f"out={out}", *changes),
+            environment=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(world)
     ]
@@ -42,8 +36,8 @@ def start(file, out, *changes, world=2, recipe="sft"):
 
 def ended(processes):
     """Exit codes and errors."""
-    told = [process.communicate(timeout=120)[1] for process in processes]
-    return [process.returncode for process in processes], told
+    codes, told = zip(*(process.ended() for process in processes), strict=True)
+    return list(codes), told
 
 
 class Once:

@@ -1,6 +1,5 @@
 """Over two processes each trainer has the losses and the gradients of one process, resumes, and exports."""
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from bestiary.training.integrations import accelerate_loop, torchtitan_style
 from bestiary.training.parallel import build_mesh
 from bestiary.training.processes import processes
 
-from ...child import python
+from ...child import Child
 from .sides import checkpoint, first_gradients, reloads, rows, same
 from .two_ranks import CASES, ROWS, STEPS, accelerator_of, adapted, forget, run, steps
 
@@ -31,15 +30,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, dict[str, Any]]:
     """What rank 0, this process, has; rank 1 is a process of its own."""
-    with subprocess.Popen(python(OTHER, folder), stderr=subprocess.PIPE, text=True) as other:
-        try:
-            results = run(0, folder)
-        except BaseException:
-            other.kill()
-            raise
-        finally:
-            _, errors = other.communicate(timeout=60)
-    assert other.returncode == 0, errors[-4000:]
+    with Child(OTHER, folder) as other:
+        results = run(0, folder)
+        code, errors = other.ended()
+    assert code == 0, errors[-4000:]
     return results
 
 
