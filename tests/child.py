@@ -107,6 +107,6 @@ class Child:
         """Nothing of it is left behind; what it told is shown beside an error of this process."""
         self.kill()
         if kind is not None:
-            print(self._errors.read(), file=sys.stderr)
+            sys.stderr.write(self._errors.read())
         self._process.join()
         self._errors.close()

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,12 @@ from torch.distributed.tensor import Replicate, Shard
 from bestiary.kernels.cross_entropy import linear_cross_entropy
 from bestiary.kernels.divergence import TeacherHead
 
+from ..child import Child, python
 from .naive_head import Case, case
 from .vocab_parallel_worker import run
 
 WORLD, TOKENS, VOCAB = 2, 9, 203
+WORKER = "from tests.kernels.vocab_parallel_worker import main; main()"
 ALL = {"entropy": True, "top1": True, "logit_mean": True}
 CAPPED = {"divisor": 1.9, "softcap": 1.3, "temperature": 0.7}
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
@@ -104,17 +105,14 @@ def results(folder: Path, names: Iterable[str], inputs: Case, **environment: str
     """Of some jobs on both ranks, from one pair of processes."""
     given = [{**inputs._asdict(), "teacher": TEACHER, **JOBS[name]} for name in names]
     torch.save(given, folder / "inputs.pt")
-    worker = Path(__file__).with_name("vocab_parallel_worker.py")
-    common = [str(WORLD), str(folder / "store"), str(folder / "inputs.pt")]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(rank), *common, str(folder / f"{rank}.pt")],
-            env={**os.environ, **environment},
-        )
-        for rank in range(WORLD)
-    ]
-    codes = [process.wait(timeout=240) for process in processes]
-    assert codes == [0, 0]
+    given_to = [(rank, WORLD, folder / "store", folder / "inputs.pt", folder / f"{rank}.pt") for rank in range(WORLD)]
+    if environment:  # read when bestiary is imported, which a forked process has behind it
+        commands = [python(WORKER, *arguments) for arguments in given_to]
+        started = [subprocess.Popen(command, env={**os.environ, **environment}) for command in commands]
+        assert [process.wait(timeout=240) for process in started] == [0, 0]
+    else:
+        with Child(WORKER, *given_to[0]) as first, Child(WORKER, *given_to[1]) as second:
+            assert [first.wait(timeout=240), second.wait(timeout=240)] == [0, 0]
     outputs = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
     return [dict(zip(names, output, strict=True)) for output in outputs]
 

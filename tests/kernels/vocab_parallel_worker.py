@@ -1,4 +1,4 @@
-"""One rank of a vocabulary-parallel run: `python vocab_parallel_worker.py RANK WORLD STORE INPUTS OUTPUT`.
+"""One rank of a vocabulary-parallel run, started with RANK WORLD STORE INPUTS OUTPUT.
 
 INPUTS holds a list of jobs, OUTPUT gets a dictionary of results for each; both are files of `torch.save`.
 """
@@ -163,7 +163,3 @@ def main() -> None:
         torch.save([ways[job["way"]](job) for job in jobs], sys.argv[5])
     assert not INTERPRETED or {ran for operation, ran in log if operation == "log_prob"} == {"triton"}
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

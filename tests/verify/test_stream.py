@@ -4,8 +4,6 @@ import gc
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from bestiary.verify.stream_state import Progress, StateFile, default_work
 from bestiary.verify.streamed_models import StreamedDecoder, StreamedModel, StreamedReference
 from bestiary.verify.tiny import tiny_config
 from bestiary.verify.verdict import Exit
+from tests.child import Child
 from tests.verify.families import REFERENCES
 
 
@@ -156,9 +155,9 @@ run_checkpoint(sys.argv[1], work=Path(sys.argv[2]), progress=progress)
 
 def _killed(folder: Path, work: Path) -> None:
     """A process of its own that verifies and dies of SIGKILL before a layer."""
-    command = [sys.executable, "-c", SCRIPT, str(folder), str(work), str(KILLED_AT)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONSAFEPATH": "1"}, capture_output=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
+    with Child(SCRIPT, folder, work, KILLED_AT) as process:
+        code, told = process.ended()
+    assert code == -signal.SIGKILL, told[-2000:]
     assert len(list(work.iterdir())) == 1
 
 
