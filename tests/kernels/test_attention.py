@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -136,6 +136,7 @@ def test_shortcuts_are_taken_at_all() -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "documents", "flex"])
+@settings(max_examples=50)
 @given(data=st.data())
 def test_attention_equals_one_query_at_a_time(implementation: str, data: st.DataObject) -> None:
     """Every implementation in float64, against Python floats."""
@@ -148,6 +149,7 @@ def test_attention_equals_one_query_at_a_time(implementation: str, data: st.Data
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("implementation", ["eager", "documents", "flex"])
+@settings(max_examples=50)
 @given(data=st.data(), softcap=st.sampled_from([None, 0.3, 5.0]), size=st.sampled_from([None, 0.0, 3.0, -30.0, 30.0]))
 def test_sinks_and_soft_caps_equal_one_query_at_a_time(
     implementation: str, data: st.DataObject, softcap: float | None, size: float | None

@@ -183,12 +183,48 @@ def _compared(lab: Lab, variant: str, path: Path, kind: str, dtype: torch.dtype)
         truth, yardstick = bench.truth(kind), bench.reference(kind, dtype)
         forced = {} if path is TOGETHER else path.forced
         answer = bench.run(kind, dtype, forced, trains=path.trains)
-        return compared(answer, yardstick, truth, dtype)
+        spread = lab.once(("kernels", variant, "yardstick", kind, dtype), lambda: Yardstick.of(yardstick, truth))
+        return compared(answer, spread, truth, dtype)
 
     return lab.once(("kernels", variant, path.name, kind, dtype), compare)
 
 
-def compared(answer: Answer, yardstick: Answer, truth: Answer, dtype: torch.dtype) -> Compared:
+Named = Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One tensor of the reference: the rms of the truth, and of the reference's error."""
+
+    scale: float
+    error: float
+
+    @classmethod
+    def of(cls, theirs: Tensor, exact: Tensor) -> Measured:
+        """Of a reference's answer in low precision, and that in float64."""
+        return cls(_rms(exact), 0.0 if theirs is exact else _rms(theirs.double() - exact))
+
+
+def _measured(reference: Named, truth: Named) -> dict[str, Measured | None]:
+    """By name; None where one of the two is missing."""
+    pairs = {name: (reference[name], exact) for name, exact in truth.items()}
+    return {name: None if a is None or b is None else Measured.of(a, b) for name, (a, b) in pairs.items()}
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What a reference's answer in one precision is measured to be, once for all implementations that it judges."""
+
+    values: Mapping[str, Measured | None]
+    gradients: Mapping[str, Measured | None]
+
+    @classmethod
+    def of(cls, reference: Answer, truth: Answer) -> Yardstick:
+        """Of the reference's answer, and the truth."""
+        return cls(_measured(reference.values, truth.values), _measured(reference.gradients, truth.gradients))
+
+
+def compared(answer: Answer, yardstick: Yardstick, truth: Answer, dtype: torch.dtype) -> Compared:
     """The figures of one answer: relative rms in float64, multiples of the yardstick's error below."""
     gradients = None
     if answer.gradients:
@@ -197,31 +233,24 @@ def compared(answer: Answer, yardstick: Answer, truth: Answer, dtype: torch.dtyp
 
 
 def _worst(
-    found: Mapping[str, Tensor | None],
-    yardstick: Mapping[str, Tensor | None],
-    truth: Mapping[str, Tensor | None],
-    dtype: torch.dtype,
+    found: Named, yardstick: Mapping[str, Measured | None], truth: Named, dtype: torch.dtype
 ) -> tuple[float, str]:
     if set(found) != set(truth):
         return math.inf, ", ".join(sorted(set(found) ^ set(truth)))
-    usual = _usual(yardstick, truth)
+    usual = _usual(yardstick)
     figures = {}
     for name, exact in truth.items():
         ours, theirs = found[name], yardstick[name]
         if exact is None or ours is None or theirs is None:
             figures[name] = 0.0 if exact is ours else math.inf
         else:
-            figures[name] = multiple(ours, theirs, exact, dtype, usual)
+            figures[name] = _multiple(ours, theirs, exact, dtype, usual)
     return max((figure, name) for name, figure in figures.items())
 
 
-def _usual(yardstick: Mapping[str, Tensor | None], truth: Mapping[str, Tensor | None]) -> float:
+def _usual(yardstick: Mapping[str, Measured | None]) -> float:
     """The median over tensors of the reference's relative rms error."""
-    found = []
-    for name, exact in truth.items():
-        theirs = yardstick[name]
-        if exact is not None and theirs is not None and (scale := _rms(exact)):
-            found.append(_rms(theirs.double() - exact) / scale)
+    found = [one.error / one.scale for one in yardstick.values() if one is not None and one.scale]
     return median(found) if found else 0.0
 
 
@@ -232,14 +261,20 @@ def multiple(ours: Tensor, theirs: Tensor, exact: Tensor, dtype: torch.dtype, us
     """
     if ours.shape != exact.shape:
         return math.inf
-    scale, error = _rms(exact), _rms(ours.double() - exact)
+    return _multiple(ours, Measured.of(theirs, exact), exact, dtype, usual)
+
+
+def _multiple(ours: Tensor, theirs: Measured, exact: Tensor, dtype: torch.dtype, usual: float) -> float:
+    if ours.shape != exact.shape:
+        return math.inf
+    scale, error = theirs.scale, _rms(ours.double() - exact)
     if not math.isfinite(error):
         return math.inf
     if error == 0.0:
         return 0.0
     if dtype is torch.float64:
         return error / scale if scale else math.inf
-    allowed = _rms(theirs.double() - exact)
+    allowed = theirs.error
     if exact.numel() < FEW:
         allowed = 2 * max(allowed, usual * scale)
     budget = allowed + ROUNDING * torch.finfo(dtype).eps * scale
@@ -247,7 +282,7 @@ def multiple(ours: Tensor, theirs: Tensor, exact: Tensor, dtype: torch.dtype, us
 
 
 def _rms(tensor: Tensor) -> float:
-    return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
+    return float(torch.linalg.vector_norm(tensor.double())) / math.sqrt(tensor.numel()) if tensor.numel() else 0.0
 
 
 # ------------------------------------------------------------------------------------------------ checks
@@ -270,7 +305,7 @@ def _cached(lab: Lab, variant: str) -> Outcome:
     bench = _bench(lab, variant)
     answer = bench.run("decode", torch.float64, REFERENCES, trains=False)
     truth = bench.truth("decode")
-    figure, where = _worst(answer.values, truth.values, truth.values, torch.float64)
+    figure, where = _worst(answer.values, _measured(truth.values, truth.values), truth.values, torch.float64)
     return judged(figure, lab.gates["K.exact"], detail=where)
 
 
