@@ -10,7 +10,10 @@ from bestiary.tools import demo_rl, demo_rl_real, demo_rl_rewards
 from bestiary.tools.demo_rl_real import Naming
 from bestiary.tools.demo_rl_sorting import Sorting
 from bestiary.tools.demo_rl_trial import DEMONSTRATIONS, EDGE, HELD_OUT, PLENTY, PROMPTS, Goal, Trial
+from bestiary.training.components import component
+from bestiary.training.errors import InvalidRun
 from bestiary.training.rl.answer import Answer
+from bestiary.training.rl.config import GrpoConfig
 
 TRIAL = Trial(
     seed=0, before=0.4, after=0.8, first=0.4, last=0.8, rounds=9, mismatch=0.0, seconds=1.0, training_s=1.0, folder="x"
@@ -93,6 +96,16 @@ def test_a_run_ends_once_it_has_gained_plenty():
     for _ in range(3 * EDGE):
         high.on_step(made := SimpleNamespace(stopped=None), {"rl/reward": 0.9})
         assert made.stopped is None
+
+
+def test_adapters_of_the_imitation_train_on_until_the_goal(tmp_path):
+    """No fresh adapters, and rows to judge by that no file trains on."""
+    config = GrpoConfig.model_validate(Naming().learning(tmp_path / "adapters", tmp_path, 3))
+    assert config.model.src == str(tmp_path / "adapters")
+    assert config.lora is None
+    assert [component(path, "loop.callbacks", InvalidRun) for path in config.loop.callbacks] == [Goal]
+    files = [held["files"] for held in config.loop.evaluation.sources] + [one.files for one in config.data.sources]
+    assert files == [str(tmp_path / HELD_OUT), str(tmp_path / PROMPTS)]
 
 
 @pytest.mark.slow
