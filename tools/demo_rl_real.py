@@ -70,9 +70,9 @@ class Naming(Task):
     warm_steps: int = 20
     warm_rate: float = 1e-3
     rounds: int = 24
-    round_prompts: int = 6
-    answers: int = 8
-    rate: float = 4e-4
+    round_prompts: int = 8
+    answers: int = 6
+    rate: float = 2e-4
     title: str = "Mean reward: the last word of a sentence, Gemma 3 270M with LoRA"
     schema: str = "bestiary.demo_rl_real/1"
     max_tokens: int = 6
