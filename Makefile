@@ -32,7 +32,7 @@ demo: .venv/.stamp-demo ## the real Gemma 3 270M: verify the bridge, generate, e
 demo-rl: .venv/.stamp-demo ## a tiny model, warm-started by sft, learns to sort by grpo, in three seeds: out/demo-rl/rewards.png (3 minutes)
 	$(BIN)/python -m bestiary.tools.demo_rl
 
-demo-rl-real: .venv/.stamp-demo ## the same on the real Gemma 3 270M with LoRA: out/demo-rl-real/rewards.png (TBD)
+demo-rl-real: .venv/.stamp-demo ## the same on the real Gemma 3 270M with LoRA: out/demo-rl-real/rewards.png (5 minutes)
 	$(BIN)/python -m bestiary.tools.demo_rl_real
 
 test: .venv/.stamp-dev ## the whole test suite, one process a core (SELECT="-k word" narrows it, WORKERS=0: this process alone)
