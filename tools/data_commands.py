@@ -109,6 +109,7 @@ def _console() -> Console:
 def _show(report: Report, console: Console) -> None:
     """The report on a terminal."""
     from rich.table import Table
+    from rich.text import Text
 
     from bestiary.tools.data_page import percent, range_words, ratio
 
@@ -120,8 +121,8 @@ def _show(report: Report, console: Console) -> None:
     for one in report.sources:
         documents, tokens = map(percent, report.shares[one.name])
         trained = percent(ratio(one.loss_tokens, one.tokens))
-        table.add_row(
-            one.name, one.kind, str(one.rows), str(one.refused), f"{one.tokens:,}", trained, documents, tokens
+        table.add_row(  # as it is called: [words] are markup elsewhere
+            Text(one.name), one.kind, str(one.rows), str(one.refused), f"{one.tokens:,}", trained, documents, tokens
         )
     console.print()
     console.print(table)
@@ -137,13 +138,13 @@ def _show(report: Report, console: Console) -> None:
     )
     for one in report.sources:
         roles = [f"{role} {percent(ratio(trained, tokens))}" for role, (tokens, trained) in one.by_role.items()]
-        console.print(f"\n{one.name}: trained of {', '.join(roles)}", markup=False)
+        console.print(_printable(f"\n{one.name}: trained of {', '.join(roles)}"), markup=False)
         for shown in one.samples:
             _show_sample(shown, console)
     warned = [*report.warnings, *(f"{one.name}: {text}" for one in report.sources for text in one.warnings)]
     warned += [f"{one.name}: refused: {text}" for one in report.sources for text in one.refusals]
     for text in warned:
-        console.print(f"warning  {text}", style="yellow", markup=False)
+        console.print(_printable(f"warning  {text}"), style="yellow", markup=False)
 
 
 def _show_sample(shown: Shown, console: Console) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from bestiary.training.data.errors import TemplateRefused, TokenizerRefused
+from bestiary.training.data.errors import SampleRefused, TemplateRefused, TokenizerRefused
 from bestiary.training.data.fingerprint import PROBES, Fingerprint, digest, digest_ids, versions
 from bestiary.training.data.messages import Message, Tool
 from bestiary.training.data.template import ChatTemplate, TemplateArguments
@@ -175,6 +175,8 @@ class BaseHFModelTokenizer:
 
         Args:
             cuts: for each text, ascending places where it is cut.
+        Raises:
+            SampleRefused: a text with half of a surrogate pair, which JSON can spell and no encoding has.
         """
         if self._engine.truncation is not None:
             self._engine.no_truncation()
@@ -191,7 +193,13 @@ class BaseHFModelTokenizer:
             edges = [0, *places, len(text)]
             flat += [text[a:b] for a, b in pairwise(edges)]
             counts.append(len(edges) - 1)
-        encoded = self._engine.encode_batch(flat, add_special_tokens=False)
+        try:
+            encoded = self._engine.encode_batch(flat, add_special_tokens=False)
+        except TypeError as error:
+            refused = _halved(flat)
+            if refused is None:
+                raise
+            raise refused from error
         made, at = [], 0
         for count in counts:
             made.append(encoded[at : at + count])
@@ -319,3 +327,17 @@ class BaseHFModelTokenizer:
             stops=tuple(sorted(self.stop_ids)),
             versions=versions(),
         )
+
+
+def _halved(texts: Sequence[str]) -> SampleRefused | None:
+    """What to say of the first text that no encoding has; None where all are texts."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            near = ascii(text[max(0, error.start - 20) : error.start + 20])
+            return SampleRefused(
+                f"half of a surrogate pair, U+{ord(text[error.start]):04X}, stands in the text near {near}.",
+                remedy="write the file anew from texts that are whole; \\ud83d in JSON needs the half that follows it",
+            )
+    return None

@@ -145,6 +145,20 @@ def test_the_command_writes_json_and_page_and_colours_the_terminal(run_file, tmp
     assert cli.main(["data", "inspect", str(tmp_path / "absent.yaml")]) == 7
 
 
+def test_what_no_encoding_has_is_a_refused_row_and_names_are_no_markup(run_file, tmp_path, capsys):
+    """Half of a surrogate pair, which JSON can spell; and a source's name, in brackets."""
+    asked = [{"role": "user", "content": text} for text in ("Hi.", "so \ud83d far")]
+    good, bad = (json.dumps({"messages": [one, {"role": "assistant", "content": "Hello."}]}) for one in asked)
+    (tmp_path / "rows.jsonl").write_text(f"{good}\n{bad}\n")
+    config = json.loads(run_file.read_text())
+    config["data"]["sources"] = [{"name": f"sums [{end}b]", "files": "rows.jsonl", "kind": "chat"} for end in ("", "/")]
+    (tmp_path / "run.json").write_text(json.dumps(config))
+    assert cli.main(["data", "inspect", str(tmp_path / "run.json"), "--html", str(tmp_path / "data.html")]) == 1
+    shown = capsys.readouterr().out
+    assert "half of a surrogate pair, U+D83D, stands in the text near" in " ".join(shown.split())
+    assert {"sums [b]   chat", "sums [/b]  chat"} <= {line[:15] for line in shown.splitlines()}
+
+
 def test_help_shows_an_example(capsys):
     with pytest.raises(SystemExit):
         cli.main(["data", "inspect", "--help"])
