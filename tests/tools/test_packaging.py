@@ -10,6 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PORTIONS = ("models", "kernels", "bridges", "verify", "training", "tools")
@@ -43,6 +45,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     assert built.returncode == 0, built.stderr
     (path,) = target.glob("bestiary-*.whl")
     return zipfile.ZipFile(path)
+
+
+def test_what_is_pinned_installs_on_the_python_of_a_long_lived_distribution() -> None:
+    """Debian 12 has Python 3.11.2; a pin that wants more makes `make venv` fail there, as a conflict of versions."""
+    pins = (ROOT / "tools" / "requirements" / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    wanted = {
+        found.metadata["Name"]: found.metadata["Requires-Python"] or ""
+        for found in importlib.metadata.distributions()
+        if f"{canonicalize_name(found.metadata['Name'])}=={found.version}"
+        in {line.partition("#")[0].strip().replace("_", "-") for line in pins}
+    }
+    assert len(wanted) > 50
+    assert {name: text for name, text in wanted.items() if not SpecifierSet(text).contains("3.11.2")} == {}
 
 
 def test_wheel_holds_every_module_and_type_marker(wheel: zipfile.ZipFile) -> None:
