@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
@@ -268,19 +269,20 @@ def read_tensors(place: Path, model: Decoder, optimiser: Optimisers | None) -> N
     """Read the tensors of a verified checkpoint into a model and, if given, its optimiser.
 
     Raises:
-        CheckpointRefused: names or shapes differ, or the files hold something else than the metadata says.
+        CheckpointRefused: names, shapes or dtypes differ, or the files hold something else than the metadata says.
     """
     wanted = _tensors(model, optimiser)
     reader = ResumePointReader(place)
     known = reader.read_metadata().state_dict_metadata
     for name, tensor in wanted.items():
         stored = known.get(name)
-        shape = None if stored is None else tuple(getattr(stored, "size", ()))
-        if shape != tuple(tensor.shape):
+        then = f"{tuple(stored.size)} {stored.properties.dtype}" if isinstance(stored, TensorStorageMetadata) else None
+        now = f"{tuple(tensor.shape)} {tensor.dtype}"  # torch would cast, and the run would be another one from here on
+        if then != now:
             raise CheckpointRefused(
-                f"{name} is {shape or 'missing'} in the checkpoint and {tuple(tensor.shape)} in the model.",
+                f"{name} is {then or 'missing'} in the checkpoint and {now} in the model.",
                 read_from=str(place),
-                remedy="the model and optimiser of that run",
+                remedy="model, optimiser and precision.parameters of that run",
             )
     try:
         load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())

@@ -150,6 +150,14 @@ def test_another_model_is_refused_by_name_and_shape(run, file):
         checkpoints.read_tensors(run / "step-00000004", made.model, made.optimiser)
 
 
+def test_another_dtype_of_what_trains_is_refused_and_not_cast(file, tmp_path):
+    trainer(file, tmp_path / "run", steps=1).fit()
+    made = trainer(file, tmp_path / "run", steps=2, dtype=torch.float32)
+    with pytest.raises(CheckpointRefused, match=r"torch\.float64 in the checkpoint and .* torch\.float32") as caught:
+        made.saver.resume(made)
+    assert "precision.parameters" in caught.value.remedy
+
+
 def test_the_newest_and_the_multiples_stay(file, tmp_path):
     section = CheckpointSection(every=1, keep=2, keep_every=3)
     trainer(file, tmp_path / "run", steps=6, checkpoint=section).fit()
