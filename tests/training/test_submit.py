@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -260,6 +261,22 @@ def test_the_exit_code_is_that_of_the_command_in_the_job(tmp_path, capsys, statu
     jobs = SimpleNamespace(address="there", follow=lambda *_, **__: job)
     assert submit_commands._followed(jobs, "it", quiet=False)["exit_code"] == expected
     assert ("no such file" in capsys.readouterr().out) == (status == "failed" and code is None)
+
+
+def test_a_job_s_command_survives_the_names_of_folders(tmp_path, monkeypatch):
+    """Blanks, quotes and what a shell would read: it works where it was submitted from, in this Python."""
+    folder, uploaded = tmp_path / "it's a $(date) \"folder", tmp_path / "job dir"
+    uploaded.mkdir()
+    folder.mkdir()
+    (folder / "py thon").write_text('#!/bin/sh\npwd\nprintf "%s\\n" "$@"\n')
+    (folder / "py thon").chmod(0o755)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "executable", str(folder / "py thon"))
+    command = jobs_module._entry(Submission("sft", {}, folder, Placement(4, 2, 0, 3)))
+    done = subprocess.run(["/bin/sh", "-c", command], cwd=uploaded, capture_output=True, text=True, check=True)
+    options = ["--ray", "4", "--nodes", "2", "--cores", "3", "--gpus", "0"]
+    told = ["-P", "-m", "bestiary.tools.cli", "sft", str(uploaded / "run.json"), *options]
+    assert done.stdout.splitlines() == [str(folder), *told]
 
 
 @pytest.mark.parametrize(
