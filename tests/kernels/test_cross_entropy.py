@@ -74,7 +74,7 @@ def test_every_option_changes_the_loss_as_in_torch(logit_map: str, loss: str, re
 
 
 @pytest.mark.usefixtures("core")
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("logit_map", MAPS)
 def test_gradcheck(logit_map: str, loss: str, reduction: str) -> None:
