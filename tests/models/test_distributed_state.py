@@ -49,8 +49,11 @@ WRAPPERS: dict[str, Callable[[Decoder], nn.Module]] = {
 FULL = StateDictOptions(full_state_dict=True)
 
 
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": tiny_config("qwen3").layer_types[:2]}
+
+
 def config(tied: bool) -> Any:
-    return tiny_config("qwen3", tie_word_embeddings=tied)
+    return tiny_config("qwen3", tie_word_embeddings=tied, **SMALL)
 
 
 @pytest.mark.parametrize("options", [None, FULL], ids=["sharded", "full"])
@@ -58,7 +61,7 @@ def config(tied: bool) -> Any:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_model_state_travels(wrapper: str, tied: bool, options: StateDictOptions | None) -> None:
     """Out of one model and into another of the same kind, strictly; the tie and the values hold."""
-    source, target = tiny("qwen3", tie_word_embeddings=tied), Decoder(config(tied), dtype=torch.float64)
+    source, target = tiny("qwen3", tie_word_embeddings=tied, **SMALL), Decoder(config(tied), dtype=torch.float64)
     ids, expected = tokens(2, 9), None
     with torch.no_grad():
         expected = source(ids).logits
@@ -77,7 +80,7 @@ def test_model_state_travels(wrapper: str, tied: bool, options: StateDictOptions
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_training_state_travels(wrapper: str) -> None:
     """Model and AdamW of a tied model, after a step; the next step is the same on both sides."""
-    wrapped = WRAPPERS[wrapper](tiny("qwen3"))
+    wrapped = WRAPPERS[wrapper](tiny("qwen3", **SMALL))
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
     ids = tokens(2, 9)
 
@@ -101,7 +104,7 @@ def test_training_state_travels(wrapper: str) -> None:
 
 def test_rank_zero_may_broadcast() -> None:
     """Into a model that is still on meta: the way of a sharded load."""
-    source = tiny("qwen3")
+    source = tiny("qwen3", **SMALL)
     with torch.device("meta"):
         target = Decoder(config(True), dtype=torch.float64)
     target.to_empty(device="cpu")
@@ -115,10 +118,10 @@ def test_rank_zero_may_broadcast() -> None:
 def test_fsdp_trains_the_shared_parameter_once() -> None:
     """The gradient of a tied embedding under FSDP2 is the plain one: both of its uses, added."""
     ids = tokens(2, 9)
-    plain = tiny("qwen3")
+    plain = tiny("qwen3", **SMALL)
     plain(ids, labels=ids).loss.backward()
     expected = plain.model.embed_tokens.weight.grad
-    wrapped = sharded(tiny("qwen3"))
+    wrapped = sharded(tiny("qwen3", **SMALL))
     wrapped(ids, labels=ids).loss.backward()
     gradient = wrapped.model.embed_tokens.weight.grad.full_tensor()
     torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
