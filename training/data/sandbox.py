@@ -15,7 +15,6 @@ import jinja2
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
-from transformers.utils.chat_template_utils import render_jinja_template
 
 _OF_DICT = frozenset(dir(dict))
 # Of texts the sandbox refuses what begins with an underscore, and wraps the two that format.
@@ -66,6 +65,8 @@ def compiled(source: str) -> jinja2.Template:
     def show(environment: jinja2.Environment) -> str:
         found.append(environment)
         return ""
+
+    from transformers.utils.chat_template_utils import render_jinja_template  # seconds, which few processes need
 
     render_jinja_template(conversations=[[]], chat_template="{{ show_environment() }}", show_environment=show)
     (environment,) = found

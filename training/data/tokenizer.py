@@ -12,16 +12,18 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from bestiary.training.data.errors import SampleRefused, TemplateRefused, TokenizerRefused
 from bestiary.training.data.fingerprint import PROBES, Fingerprint, digest, digest_ids, versions
 from bestiary.training.data.messages import Message, Tool
 from bestiary.training.data.template import ChatTemplate, TemplateArguments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Ids = NDArray[np.int32]
 
@@ -108,6 +110,8 @@ class BaseHFModelTokenizer:
         Raises:
             FingerprintChanged: says what changed.   TokenizerRefused: it is code. Errors as the constructor's.
         """
+        from transformers import AutoTokenizer  # seconds, which a process that only computes does not need
+
         try:
             found = AutoTokenizer.from_pretrained(str(src), revision=revision, trust_remote_code=False)
         except ValueError as error:

@@ -22,6 +22,7 @@ What verl 0.9.1 does that one has to know, on CPUs above all:
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -357,6 +358,7 @@ class Group:
         self.pids, self.nodes = [0] * size, [""] * size
         self._described: list[Any] = [None] * size
         self._building: dict[int, Any] = {}
+        self._lock = threading.RLock()  # players of episodes ask from threads of their own
         self._started: list[RayWorkerGroup | None] = [None] * len(self._parts)
         self._whole: RayWorkerGroup
         try:
@@ -391,12 +393,13 @@ class Group:
         return Members(self.role, tuple(self._whole.workers), self._together, self.timeout_s)
 
     def _settle(self) -> None:
-        """Until what was begun to be built is there."""
-        building, self._building = self._building, {}
-        if building:
-            told = self._living.wait([*building.values()], members=[*building])
-            for member, (*where, described) in zip(building, told, strict=True):
-                (self.pids[member], self.nodes[member]), self._described[member] = where, described
+        """Until what was begun to be built is there, for whoever asks meanwhile too."""
+        with self._lock:
+            building, self._building = self._building, {}
+            if building:
+                told = self._living.wait([*building.values()], members=[*building])
+                for member, (*where, described) in zip(building, told, strict=True):
+                    (self.pids[member], self.nodes[member]), self._described[member] = where, described
 
     # ------------------------------------------------------------------ life
 
@@ -422,13 +425,13 @@ class Group:
         Raises:
             RoleLost: they died again.
         """
-        dead = self.dead()
-        if not dead and not self._together:  # ranks that live may have lost one another
-            return []
-        parts = range(len(self._parts)) if self._together else dead
-        self._start(parts)
-        self._settle()
-        return list(range(self.size)) if self._together else dead
+        with self._lock:
+            dead = self.dead()
+            if not dead and not self._together:  # ranks that live may have lost one another
+                return []
+            self._start(range(len(self._parts)) if self._together else dead)
+            self._settle()
+            return list(range(self.size)) if self._together else dead
 
     def close(self) -> None:
         """End all processes; without a head, they have ended."""

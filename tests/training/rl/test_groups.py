@@ -22,6 +22,7 @@ def test_ranks_of_one_run_are_all_new_also_where_all_of_them_live(monkeypatch, t
     started = []
     made = object.__new__(Group)
     made._together, made.size, made._parts = together, 2, [None] * (1 if together else 2)
+    made._lock = threading.RLock()
     monkeypatch.setattr(made, "dead", lambda: dead, raising=False)
     monkeypatch.setattr(made, "_start", lambda parts: started.extend(parts), raising=False)
     monkeypatch.setattr(made, "_settle", lambda: None, raising=False)
@@ -74,3 +75,26 @@ def test_an_engine_that_hangs_while_it_receives_is_named_before_the_policy_that_
     assert caught.value.role == "rollout"
     assert len(waited) == 2
     assert sum(waited) < members.timeout_s
+
+
+def test_nobody_asks_a_process_before_it_hosts_anything(monkeypatch):
+    """Players ask from several threads; the second of them waits for what the first one waits for."""
+    built, told = threading.Event(), []
+
+    def wait(references, *, members):
+        assert built.wait(10)
+        return [(1, "node", "described")]
+
+    made = object.__new__(Group)
+    made._lock, made._building = threading.RLock(), {0: "build"}
+    made.pids, made.nodes, made._described = [0], [""], [None]
+    monkeypatch.setattr(Group, "_living", property(lambda _: SimpleNamespace(wait=wait)))
+    asked = [threading.Thread(target=lambda: told.append(made.described[0])) for _ in range(2)]
+    for one in asked:
+        one.start()
+    asked[1].join(0.2)
+    assert told == []
+    built.set()
+    for one in asked:
+        one.join(10)
+    assert (told, made.pids, made.nodes) == (["described"] * 2, [1], ["node"])

@@ -46,7 +46,7 @@ def test_engines_and_teacher_on_ray_say_what_they_do_in_one_process_and_one_that
         calls.append(engines.version)
         groups[:] = made[0].group("rollout"), made[0].group("teacher")
         if len(calls) == 3:
-            os.kill(groups[0].pids[1], signal.SIGKILL)
+            os.kill(groups[0].pids[0], signal.SIGKILL)
         if len(calls) == 4:
             os.kill(groups[1].pids[0], signal.SIGKILL)
         return generate(engines, *arguments, **more)
@@ -57,9 +57,9 @@ def test_engines_and_teacher_on_ray_say_what_they_do_in_one_process_and_one_that
 
     monkeypatch.setattr(training_run, "beside", kept)
     monkeypatch.setattr(StudentEngines, "generate", killing)
-    placed = ["rollouts.engines=2", "placement={teacher: 1, together: [teacher], bucket_mib: 1}"]
+    placed = ["rollouts.engines=1", "placement={teacher: 1, together: [teacher], bucket_mib: 1}"]
     run(load_run_config(files / "run.json", given(tmp_path / "ray", *EXACT, *placed), recipe="distill"))
-    assert [group.generations for group in groups] == [[1, 2], [2]]
+    assert [group.generations for group in groups] == [[2], [2]]
     ours, theirs = metrics(tmp_path / "ray"), metrics(tmp_path / "own")
     assert [row["rl/answer_tokens"] for row in ours] == [row["rl/answer_tokens"] for row in theirs]
     for name in ("loss", "grad_norm"):
