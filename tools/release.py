@@ -94,15 +94,18 @@ def smoke(commands: Path, folder: Path, level: str | None) -> dict[str, Any]:
 def _run(command: Sequence[str], *, cwd: Path) -> str:
     """Output of a command that sees nothing of the repository but what its arguments name."""
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=env | {"PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            env=env | {"PYTHONSAFEPATH": "1"},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ReleaseFailed(f"{' '.join(command)} took more than {TIMEOUT_S:g} s.") from error
     if done.returncode:
         last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
         raise ReleaseFailed(f"{' '.join(command)} ended with {done.returncode}:\n{last}")

@@ -74,16 +74,21 @@ def isolated_logits(folder: Path, questions: Mapping[str, Mapping[str, Tensor]])
         folder: an empty folder for the exchange; `<name>/` under it holds the checkpoint of each question.
         questions: by checkpoint name, the tensors of one forward call.
     Raises:
-        IsolationFailed: the process ended with an error or imported what it must not.
+        IsolationFailed: the process hung, ended with an error or imported what it must not.
     """
     from safetensors.torch import load_file, save_file
 
     for name, tensors in questions.items():
         save_file({key: value.contiguous() for key, value in tensors.items()}, folder / f"{name}.inputs.safetensors")
     (folder / "request.json").write_text(json.dumps(sorted(questions)))
-    done = subprocess.run(
-        [sys.executable, "-m", ISOLATED, str(folder)], capture_output=True, text=True, timeout=TIMEOUT, check=False
-    )
+    command = [sys.executable, "-P", "-m", ISOLATED, str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise IsolationFailed(
+            f"our forward in a process of its own gave no logits in {TIMEOUT:g} s.",
+            remedy="the model's forward, and what its modules do when they are imported",
+        ) from error
     if done.returncode:
         raise IsolationFailed(
             f"our forward in a process of its own ended with status {done.returncode}: "

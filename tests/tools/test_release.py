@@ -100,3 +100,9 @@ def test_a_source_distribution_builds_the_wheel_and_holds_what_people_read(tmp_p
 def test_a_command_that_fails_ends_the_release_with_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(ReleaseFailed, match=r"ended with 3:\nno more"):
         release._run([sys.executable, "-c", "print('no more'); raise SystemExit(3)"], cwd=tmp_path)
+
+
+def test_a_command_that_hangs_ends_the_release_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release, "TIMEOUT_S", 0.1)
+    with pytest.raises(ReleaseFailed, match=r"sleep\(60\) took more than 0\.1 s"):
+        release._run([sys.executable, "-c", "import time; time.sleep(60)"], cwd=tmp_path)

@@ -6,6 +6,7 @@ from torch import nn
 
 from bestiary.bridges import get_bridge
 from bestiary.models import Decoder
+from bestiary.verify import delegation
 from bestiary.verify.delegation import IsolationFailed, delegates, foreign_code, foreign_modules, isolated_logits
 from bestiary.verify.inputs import Inputs, tokens
 from bestiary.verify.isolated import Blocker
@@ -89,3 +90,9 @@ def test_the_block_covers_modelling_files_and_nothing_else():
         blocker.find_spec("transformers.models.qwen3.modeling_qwen3")
     for name in ("transformers.models.qwen3.configuration_qwen3", "transformers", "torch"):
         assert blocker.find_spec(name) is None
+
+
+def test_a_process_of_its_own_that_hangs_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(delegation, "TIMEOUT", 0.01)
+    with pytest.raises(IsolationFailed, match=r"gave no logits in 0\.01 s"):
+        isolated_logits(tmp_path, {})
