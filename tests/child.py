@@ -19,13 +19,8 @@ _OURS = (
     "import sys, types; ours = types.ModuleType('tests'); "
     f"ours.__path__ = [{str(TESTS)!r}]; sys.modules['tests'] = ours; "
 )
-_READY = ["bestiary.tools.cli", "bestiary.training.run", "bestiary.training.export", "transformers"]
-_READY += [
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "torch.distributed.tensor.parallel",
-]
+_READY = ["bestiary.tools.cli", "bestiary.training.run", "bestiary.training.export", "transformers", "torch._dynamo"]
+_READY += ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor.parallel"]
 
 
 def python(code: str, *arguments: object) -> list[str]:

@@ -17,7 +17,7 @@ from bestiary.models import AutoDecoder, Decoder, LoRAConfig
 from bestiary.models.sharding import own_part, whole
 from bestiary.training.parallel import Precision, build_mesh, parallelize
 
-from .parallel_rank import MESHES, Case, result
+from .parallel_rank import Case, mesh_of, result
 
 WORLD = 4
 LOADS = {  # by family: each mesh of four once
@@ -69,7 +69,7 @@ def values(model: Decoder) -> dict[str, Tensor]:
 
 def loaded(family: str, folder: Path) -> dict[str, Any]:
     """A checkpoint on a mesh, and what is saved from there."""
-    mesh = build_mesh(**MESHES[LOADS[family]])
+    mesh = mesh_of(LOADS[family])
     plain = AutoDecoder.from_pretrained(folder / family, mesh=mesh)
     found: dict[str, Any] = {"values": values(plain), "own": sum(own_part(p).nbytes for p in plain.parameters())}
     plain.save_pretrained(folder / f"{family}-out", max_shard_size=200_000)
@@ -111,6 +111,7 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
             "steps": {str(case): result(case) for case in CASES},
         }
     finally:
+        mesh_of.cache_clear()
         gc.collect()  # wrappers lie in cycles and hold threads of the group: they go before it does
         dist.destroy_process_group()
 
