@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib.metadata import entry_points
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from bestiary.verify.reference import ReferencePool
 from bestiary.verify.run import BadUsage, run
 from bestiary.verify.tiny import Raw
 from bestiary.verify.verdict import Verdict
+from bestiary.verify.workers import pool_of
 
 
 def verify(
@@ -136,9 +135,7 @@ def verify_several(
     if count <= 1:
         return [verify(target, progress=progress, **options) for target in targets]
     threads = max(1, torch.get_num_threads() // count)
-    with ProcessPoolExecutor(
-        count, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(threads,)
-    ) as pool:
+    with pool_of(count, threads=threads) as pool:
         futures = [pool.submit(partial(verify, target, **options)) for target in targets]
         verdicts = []
         for future in futures:

@@ -11,9 +11,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from fnmatch import fnmatchcase
-from multiprocessing import get_context
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -29,6 +27,7 @@ from bestiary.verify.run import BadUsage, parse_levels, run
 from bestiary.verify.scoring import score_configs
 from bestiary.verify.tiny import Raw, tiny_configs
 from bestiary.verify.verdict import Exit, Finding, Verdict
+from bestiary.verify.workers import pool_of
 
 MIN_BUGS = 34
 MIN_BENIGN = 10
@@ -398,7 +397,7 @@ def self_test(
     if count <= 1:
         results = [examine(family, bugs, seed=seed, progress=progress, matrix=matrix, head=head) for family in families]
     else:
-        with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+        with pool_of(count) as pool:
             futures = [pool.submit(_work, family, catalogues, seed, matrix, head) for family in families]
             for future in futures:
                 results.append(future.result())

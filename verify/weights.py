@@ -6,17 +6,30 @@ Hugging Face's initial weights hide bugs: norms are one, biases zero, the residu
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+SMALL = 2**17
+"""Elements of a tensor up to which its values are kept: models of one seed are built again and again."""
+
 
 def _draw(name: str, shape: torch.Size, seed: int) -> Tensor:
     """Standard normal values in float64, a function of name and seed alone."""
+    count = shape.numel()
+    values = _drawn_once(name, count, seed).clone() if count <= SMALL else _drawn(name, count, seed)
+    return values.reshape(shape)
+
+
+def _drawn(name: str, count: int, seed: int) -> Tensor:
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    return torch.randn(shape.numel(), generator=generator, dtype=torch.float64).reshape(shape)
+    return torch.randn(count, generator=generator, dtype=torch.float64, device="cpu")
+
+
+_drawn_once = lru_cache(maxsize=1000)(_drawn)
 
 
 def _is_scale(name: str, owner: nn.Module) -> bool:

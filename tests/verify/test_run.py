@@ -15,23 +15,23 @@ from bestiary.models import Decoder, DecoderConfig
 from bestiary.models.config import Activation
 from bestiary.verify import levels
 from bestiary.verify.gates import Gates
-from bestiary.verify.reference import ReferencePool
 from bestiary.verify.run import BadUsage, parse_levels, run
 from bestiary.verify.side import OurSide, TheirSide
 from bestiary.verify.verdict import Exit, Verdict
-from tests.verify.families import FAMILIES
-
-POOL = ReferencePool()
+from tests.verify.families import POOL
 
 
 def _level(verdict: Verdict, name: str):
     return next(level for level in verdict.levels if level.id == name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_passes_every_level_but_the_config_sweep(family):
-    """The sweep, the longest level, runs on one family below and on all in `make verify-all`."""
-    verdict = run(family, "V0..V2,V4..V7", pool=POOL)
+@pytest.mark.parametrize(("family", "seed"), [("qwen3", 123), ("gemma3_text", 0), ("qwen3_moe", 0), ("gpt_oss", 123)])
+def test_a_family_passes_every_level_but_the_config_sweep(family, seed):
+    """Two of them under another seed than everywhere else.
+
+    The sweep, the longest level, runs on one family below and on all in `make verify-all`.
+    """
+    verdict = run(family, "V0..V2,V4..V7", seed, pool=POOL)
     assert verdict.exit_code == Exit.PASS, [item for level in verdict.levels for item in level.findings]
     assert all(level.passed == level.planned > 0 for level in verdict.levels)
     worst = [_level(verdict, name).worst for name in ("V2", "V4", "V5")]
@@ -52,11 +52,6 @@ def test_the_config_sweep_passes_and_lists_what_is_refused():
     assert any(item.ours == "refused" for item in verdict.config)  # values that no run of transformers feels
     assert all(item.ours in ("equal", "refused") for item in verdict.config)
     assert sum(item.kind == "live" for item in verdict.config) > 30
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
-def test_another_seed_passes_too(family):
-    assert run(family, "V2,V6", seed=123).exit_code == Exit.PASS
 
 
 def test_a_numeric_bug_ends_in_1_with_place_command_and_later_levels_not_run():

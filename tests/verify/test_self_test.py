@@ -26,9 +26,8 @@ from bestiary.verify.self_test import FamilyResult, Kill, Pass, judge, plant, re
 from bestiary.verify.side import OurSide
 from bestiary.verify.tiny import tiny_configs
 from bestiary.verify.verdict import Exit
-from tests.verify.families import FAMILIES
+from tests.verify.families import FAMILIES, POOL
 
-POOLS = {family: ReferencePool() for family in FAMILIES}
 BY_ID = {bug.id: bug for bug in CATALOGUE}
 REGISTERED = sorted(registered_bridges())
 NO_BUG = PlantedBug(id="Z1_nothing", cause="nothing is wrong", level="V2", ours=lambda side: None)
@@ -172,7 +171,7 @@ def test_plants_on_our_side_leave_no_trace(family):
 
 @pytest.mark.parametrize(("family", "id"), [(family, id) for family, ids in SAMPLE.items() for id in ids])
 def test_a_planted_bug_is_killed_by_its_level_and_named(family, id):
-    kill = plant(family, BY_ID[id], pool=POOLS[family])
+    kill = plant(family, BY_ID[id], pool=POOL)
     assert kill.killed, kill
     assert kill.named, kill
 
@@ -193,7 +192,7 @@ def test_a_cheat_that_reaches_the_reference_leaves_no_answer_of_it_to_other_runs
 
 
 def test_a_bug_whose_effect_shows_on_one_config_only_is_planted_there():
-    kill = plant("qwen3", BY_ID["C08a_eps_hard_coded"], pool=POOLS["qwen3"])
+    kill = plant("qwen3", BY_ID["C08a_eps_hard_coded"], pool=POOL)
     assert kill.check.startswith("mha/")
     assert kill.causes == ["C08a_eps_hard_coded"]
 
@@ -205,7 +204,7 @@ def test_the_same_bug_under_another_seed_is_killed_and_named():
 
 
 def test_a_bug_that_is_none_survives_and_the_self_test_fails():
-    kill = plant("qwen3", NO_BUG, pool=POOLS["qwen3"])
+    kill = plant("qwen3", NO_BUG, pool=POOL)
     assert not kill.killed
     assert kill.verdict == "pass"
     result = judge([_family(kills=[*_many_kills(), kill])], seed=0, seconds=1.0)
@@ -222,10 +221,10 @@ def test_a_plant_that_crashes_or_finds_no_place_is_no_kill():
         return crashed
 
     crashing = replace(NO_BUG, ours=patch("bestiary.models.layers.norm:rms_norm", crash))
-    kill = plant("qwen3", crashing, pool=POOLS["qwen3"])
+    kill = plant("qwen3", crashing, pool=POOL)
     assert not kill.killed
     nowhere = replace(NO_BUG, ours=patch("bestiary.models.layers.norm:no_such_function", lambda f: f))
-    kill = plant("qwen3", nowhere, pool=POOLS["qwen3"])
+    kill = plant("qwen3", nowhere, pool=POOL)
     assert not kill.killed
     assert "cannot be planted" in kill.verdict
 
@@ -235,7 +234,7 @@ def test_a_refusal_is_no_kill():
         raise hf.unsupported("hidden_size", "is refused.", remedy="none")
 
     refusing = replace(NO_BUG, ours=lambda side: side.bridge(lambda bridge: replace(bridge, config_from_hf=refuse)))
-    kill = plant("qwen3", refusing, pool=POOLS["qwen3"])
+    kill = plant("qwen3", refusing, pool=POOL)
     assert kill.verdict == "refused"
     assert not kill.killed
 
@@ -255,7 +254,7 @@ def test_a_refusal_is_no_kill():
 )
 def test_a_benign_rewrite_passes(family, id):
     benign = next(item for item in REWRITES if item.id == id)
-    result = rewrite(family, benign, pool=POOLS[family])
+    result = rewrite(family, benign, pool=POOL)
     assert result.passed, result
 
 
@@ -266,7 +265,7 @@ def test_a_rewrite_that_is_wrong_is_a_false_alarm_and_fails_the_self_test():
         ours=adapted(lambda config: config.with_(norm=replace(config.norm, eps=config.norm.eps * 1.01))),
         levels="V2",
     )
-    result = rewrite("qwen3", wrong, pool=POOLS["qwen3"])
+    result = rewrite("qwen3", wrong, pool=POOL)
     assert not result.passed
     judged = judge([_family(passes=[*_many_passes(), result])], seed=0, seconds=1.0)
     assert judged.exit_code == Exit.NUMERIC
@@ -363,8 +362,12 @@ def test_a_catalogue_module_that_cannot_be_used_is_refused(monkeypatch, content,
 
 
 def test_the_command_reports_a_survivor_and_leaves_out_what_does_not_concern_the_family(monkeypatch, tmp_path, capsys):
+    """The untouched model is asked level V0 alone: that all of them pass is held elsewhere."""
     monkeypatch.setattr(planted, "CATALOGUE", (BY_ID["C01_gate_up_swapped"], BY_ID["O39a_sinks_ignored"]))
     monkeypatch.setattr(self_test, "REWRITES", [item for item in REWRITES if item.id in ("fused_qkv", "expert_loop")])
+    monkeypatch.setattr(
+        self_test, "run", lambda family, levels, *rest, **more: run(family, levels or "V0", *rest, **more)
+    )
     name = _module(monkeypatch, "harmless_bugs", BUGS=(NO_BUG,))
     out = tmp_path / "self-test.json"
     code = main(["self-test", "qwen3", "--catalogue", name, "--json", str(out), "--quiet"])

@@ -4,12 +4,11 @@ import pytest
 
 from bestiary.bridges import get_bridge
 from bestiary.verify.inputs import Inputs, tokens
-from bestiary.verify.reference import ReferencePool, hf_config
+from bestiary.verify.reference import hf_config
 from bestiary.verify.sweep import Kind, classify, must_refuse, variants
 from bestiary.verify.tiny import tiny_config
-from tests.verify.families import FAMILIES, REFERENCES
+from tests.verify.families import FAMILIES, POOL, REFERENCES
 
-POOL = ReferencePool()
 INPUTS = Inputs(tokens(190, 2, 72, 1)).with_labels()
 
 
