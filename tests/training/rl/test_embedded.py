@@ -56,6 +56,13 @@ def test_an_answer_ends_with_its_first_stop_token_or_is_cut_off():
     assert [(len(one), one.finish) for one in endless] == [(5, "length")]
 
 
+def test_a_prompt_is_computed_once_for_its_answers():
+    made, shapes = engine(), []
+    made.model.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
+    made.generate(PROMPTS, Sampling(max_tokens=3, n=5))
+    assert shapes == [(4, 10), (20, 1), (20, 1)]
+
+
 def test_seeds_keys_and_answers_each_give_other_words():
     made = engine()
     every = made.generate([[5, 9]] * 2, SAMPLING) + made.generate(
