@@ -64,15 +64,17 @@ def _search(model: Decoder, catalogue: Catalogue, ids: Tensor, count: int) -> li
         # A beam that ran out of items has nothing to go on with: −∞ − (−∞) is no number.
         log_probs = logits.masked_fill(barred, -torch.inf).log_softmax(-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         values = (totals[..., None] + log_probs.view(prompts, beams, -1)).flatten(1)
-        best = values.topk(min(count, values.shape[1]))
+        # No more than begin an item: with beams for all of them, most of the vocabulary would go along for nothing.
+        best = values.topk(min(count, int(values.isfinite().sum(1).max())))
         beam, token = best.indices // logits.shape[1], best.indices % logits.shape[1]
         begun = torch.cat([begun.gather(1, beam[..., None].expand(-1, -1, level)), token[..., None]], -1)
         totals, unseen = best.values, token.reshape(-1, 1)
         if level + 1 < catalogue.ids.levels:
             cache.reorder((torch.arange(prompts)[:, None] * beams + beam).flatten().to(device))
+    known: dict[bytes, int] = {}
     return [
-        [_named(catalogue, words) for words, value in zip(of, worth, strict=True) if value > -torch.inf]
-        for of, worth in zip(begun.numpy(), totals.tolist(), strict=True)
+        [_named(catalogue, words, known) for words, value in zip(of, worth, strict=True) if value > -torch.inf]
+        for of, worth in zip(begun.int().numpy(), totals.tolist(), strict=True)
     ]
 
 
@@ -84,7 +86,11 @@ def _open(catalogue: Catalogue, beginnings: NDArray[np.int64], vocabulary: int) 
     return catalogue.mask(known.astype(np.int32), vocabulary)[place.reshape(-1)]
 
 
-def _named(catalogue: Catalogue, words: NDArray[np.int64]) -> int:
-    item = catalogue.item(words.astype(np.int32))
-    assert item is not None  # every level was one that the catalogue allows
-    return item
+def _named(catalogue: Catalogue, words: NDArray[np.int32], known: dict[bytes, int]) -> int:
+    """The trie is asked once for each item: where beams are for all, asking it always outlasts the model."""
+    key = words.tobytes()
+    if key not in known:
+        item = catalogue.item(words)
+        assert item is not None  # every level was one that the catalogue allows
+        known[key] = item
+    return known[key]
