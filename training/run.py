@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bestiary.bridges.fields import FLOAT_TYPES
 from bestiary.bridges.hub import split_revision
-from bestiary.kernels.compiler import cxx
+from bestiary.kernels.system import cxx
 from bestiary.models import AutoDecoder, Decoder
 from bestiary.training.checkpoint import CHECKPOINTS, Checkpoints, saved_steps, seed_all
 from bestiary.training.commits import commits_in, pinned

@@ -23,7 +23,7 @@ from bestiary.models.config import (
 from bestiary.models.errors import InvalidConfig
 from bestiary.models.layers.norm import RMSNorm
 
-from ..compiler import NEEDS_COMPILER
+from ..machine import NEEDS_COMPILER
 from .tiny import FAMILIES, VOCAB, tiny, tiny_config, tokens
 
 

@@ -28,7 +28,7 @@ from bestiary.tools.bench import (
 from bestiary.tools.bench.goals import GOALS, TRL, VLLM, Target, goals_of
 from bestiary.tools.bench.plan import SECONDS
 
-from ..compiler import NEEDS_COMPILER
+from ..machine import NEEDS_COMPILER
 
 MODULES = {module.BENCH.name: module for module in (attention, generate, log_prob, loop, moe, rl_async, step)}
 CONTROL = [{"seconds": 1.0, "flops": 2.0}, {"seconds": 1.1, "flops": 1.8}]

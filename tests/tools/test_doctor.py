@@ -105,6 +105,13 @@ def test_without_a_compiler_the_advice_is_to_install_one(monkeypatch, compiler, 
     assert len([line for line in doctor._advice(diagnosis(machine=machine)) if "apt-get install g++" in line]) == told
 
 
+def test_a_system_library_that_is_missing_is_installed_by_its_package(monkeypatch):
+    monkeypatch.setattr(doctor, "has_library", lambda _name: False)
+    monkeypatch.setattr(doctor, "present", lambda _module: True)
+    found = doctor._feature(next(feature for feature in FEATURES if feature.name == "vllm"))
+    assert (found["missing"], found["command"]) == (["libnuma.so.1"], "apt-get install libnuma1")
+
+
 def test_a_failed_check_or_a_missing_requirement_decides_the_exit_code():
     assert diagnosis().exit_code == 0
     assert diagnosis(checks=[Check("train", ok=True), Check("verify")]).exit_code == 1

@@ -22,11 +22,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from bestiary.kernels.compiler import cxx
 from bestiary.kernels.errors import BestiaryError
+from bestiary.kernels.system import NUMA, cxx, has_library
 from bestiary.tools.arguments import Parser, at_least, write_json
 from bestiary.tools.bench import measure, process
-from bestiary.tools.bench.goals import Target, goals_of
+from bestiary.tools.bench.goals import VLLM, Target, goals_of
 from bestiary.tools.bench.plan import SECONDS
 
 GEMM = 3072  # side of the square product that measures the machine: the fastest one on the machines seen so far
@@ -333,9 +333,11 @@ def summary_line(name: str, payload: Mapping[str, Any]) -> str:
 
 
 def installed(package: str) -> bool:
-    """Whether a distribution of that name is; for `COMPILER`, whether torch.compile finds one."""
+    """Whether a distribution of that name is; for `COMPILER` and vLLM, whether the system has what it needs."""
     if package == COMPILER:
         return cxx() is not None
+    if package == VLLM and not has_library(NUMA):
+        return False
     try:
         version(package)
     except PackageNotFoundError:

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bestiary.kernels.attention import MaskSpec, attention
-from bestiary.kernels.compiler import cxx
 from bestiary.kernels.cross_entropy import linear_cross_entropy
 from bestiary.kernels.dispatch import force
 from bestiary.kernels.errors import BestiaryError
 from bestiary.kernels.experts import ExpertLinear, experts_mlp
 from bestiary.kernels.log_prob import linear_log_prob
+from bestiary.kernels.system import cxx
 from bestiary.models import Decoder, Qwen3
 from bestiary.models.decoder import seed_of
 from bestiary.tools.bench import process

@@ -21,6 +21,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from bestiary.bridges.storage import SafetensorsSource
 from bestiary.kernels.errors import BestiaryError
+from bestiary.kernels.system import NUMA, has_library
 from bestiary.training.errors import InvalidRun
 from bestiary.training.integrations.needs import MissingLibrary
 from bestiary.training.rl.rollout import Finish, Rollout, Sampling, check_prompts, seed_of
@@ -332,6 +334,8 @@ def _rollout(prompt: int, said: Any, sampling: Sampling, version: int, constrain
 
 def _started(folder: str | Path, **options: Any) -> tuple[Any, Callable[..., Any], Callable[..., Any]]:
     """vLLM's engine, and what it calls SamplingParams and TokensPrompt."""
+    if find_spec("vllm") is not None and not torch.cuda.is_available() and not has_library(NUMA):
+        raise MissingLibrary(f"vllm needs {NUMA}, a library of the system.", remedy="apt-get install libnuma1")
     try:
         from vllm import LLM, SamplingParams, TokensPrompt
     except ModuleNotFoundError as error:

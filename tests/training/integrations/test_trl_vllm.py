@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,11 @@ import torch
 
 from bestiary.models import Qwen3MoE
 
+from ...machine import NEEDS_VLLM
 from ...models.tiny import tiny_config
 from .tiny_checkpoint import tokenizer
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (tools/requirements/vllm.txt)")
+pytestmark = NEEDS_VLLM
 SCRIPT = Path(__file__).with_name("vllm_sync.py")
 
 

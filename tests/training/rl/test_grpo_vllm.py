@@ -16,6 +16,9 @@ from bestiary.training.rl.rollout_check import Retokenised, StaleWeights, WrongT
 from bestiary.training.rl.vllm_engine import VllmEngine
 from bestiary.training.rl.weight_sync import SyncFailed, sync
 
+from ...machine import NEEDS_VLLM
+
+pytestmark = NEEDS_VLLM
 ROUNDS, FULL = 3, 1e-4
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 TASK = Sorting(

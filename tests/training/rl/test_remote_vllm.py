@@ -20,10 +20,12 @@ from bestiary.training.rl.weight_sync import sync
 from bestiary.training.rl.workers import RolloutWorker
 from bestiary.verify.weights import perturb
 
+from ...machine import NEEDS_VLLM
 from ..ray_session import session as session  # the fixture
 from .test_vllm_engine import PROMPTS, SAMPLING, small
 
 
+@NEEDS_VLLM
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_vllm_that_dies_in_the_middle_of_its_answers_is_replaced_and_says_what_the_policy_says(session, tmp_path):

@@ -26,6 +26,7 @@ from bestiary.training.rl.vllm_engine import EngineFailed, VllmEngine
 from bestiary.training.rl.weight_sync import Answered, SyncFailed, sync, told_apart
 from bestiary.verify.weights import perturb
 
+from ...machine import require_vllm
 from ...models.tiny import VOCAB, tiny_config
 
 PROMPTS = [[5, 9, 2], [7], [3, 1, 4, 1, 5, 9, 2, 6]]
@@ -55,6 +56,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(folder):
+    require_vllm()
     before = randomness()
     made = VllmEngine(folder, rows=8, cache_bytes=1 << 24)
     assert randomness() == before  # a trainer's process is as it was
@@ -325,6 +327,13 @@ def test_the_embedded_engine_is_synced_by_its_version(policy):
     assert engine.version == 7
     with pytest.raises(InvalidRun, match="another model"):
         sync(policy, EmbeddedEngine(SimpleNamespace()), 7)
+
+
+def test_without_its_system_library_the_error_names_the_package(folder, monkeypatch):
+    monkeypatch.setattr(vllm_engine, "has_library", lambda _name: False)
+    monkeypatch.setattr(vllm_engine, "find_spec", lambda _name: object())
+    with pytest.raises(MissingLibrary, match=r"(?s)libnuma.*apt-get install libnuma1"):
+        VllmEngine(folder)
 
 
 def test_without_vllm_one_error_says_how_to_install_it(folder, monkeypatch):
