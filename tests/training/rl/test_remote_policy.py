@@ -24,17 +24,16 @@ from bestiary.training.processes import processes
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.environments import Heard, Said
 from bestiary.training.rl.groups import Group, Pool
-from bestiary.training.rl.policy import Account, LocalFrozen, LocalPolicy, Room
+from bestiary.training.rl.policy import Account, LocalPolicy, Room
 from bestiary.training.rl.policy_gradient import PolicyGradient
 from bestiary.training.rl.records import Experience
-from bestiary.training.rl.remote import RemoteEnvironments, RemoteFrozen, RemotePolicy, RemoteScorer
+from bestiary.training.rl.remote import RemoteEnvironments, RemotePolicy, RemoteScorer
 from bestiary.training.rl.remote_engine import RolloutGroup
 from bestiary.training.rl.roles import Prompt
 from bestiary.training.rl.rollout import Sampling
 from bestiary.training.rl.standalone import StandaloneEngine
 from bestiary.training.rl.workers import (
     EnvironmentWorker,
-    FrozenWorker,
     PolicyWorker,
     RewardWorker,
     RolloutWorker,
@@ -77,10 +76,6 @@ def policy_of(src, out, here):
     saver = Checkpoints(out, CheckpointSection(), {"recipe": "policy_gradient"}, group=here.saving)
     room = Room(PACK["pack_length"], PACK["pad_id"], agree=data.largest if data.size > 1 else None)
     return LocalPolicy(trainer, room, saver=saver)
-
-
-def local_reference(src):
-    return LocalFrozen(AutoDecoder.from_pretrained(src), Room(PACK["pack_length"], PACK["pad_id"]))
 
 
 class Lengths:
@@ -136,7 +131,7 @@ def session():
 
 @pytest.fixture(scope="module")
 def groups(session, tmp_path_factory):
-    """Policy, engine and reference share two places; environments and rewards have places of their own."""
+    """Policy and engine share two places; environments and rewards have places of their own."""
     folder = tmp_path_factory.mktemp("remote")
     src = stored(folder / "start")
     pool, other = Pool(2, roles=2), Pool(2, roles=1)
@@ -159,7 +154,6 @@ def groups(session, tmp_path_factory):
             threads=2,
             timeout_s=200,
         ),
-        "reference": Group("reference", FrozenWorker, partial(local_reference, src), size=1, pool=pool, timeout_s=200),
         "reward": Group("reward", RewardWorker, Lengths, size=2, pool=other, timeout_s=200),
         "environment": Group("environment", EnvironmentWorker, Adder_factory, size=1, pool=other, timeout_s=200),
     }
@@ -188,19 +182,18 @@ def test_two_ranks_step_as_one_process_and_go_on_after_a_kill(groups, tmp_path):
     """Figures, log-probabilities, answers, weights, and the names of what was trained; the resume point holds them."""
     src, made = groups
     remote, engine = RemotePolicy(made["policy"]), RolloutGroup(made["rollout"], bucket_bytes=5000)
-    reference = RemoteFrozen(made["reference"])
     with processes(60) as here:
         local = policy_of(src, tmp_path / "out", here)
-        stepped(made, remote, engine, reference, local, tmp_path)
+        stepped(made, remote, engine, local, tmp_path)
 
 
-def stepped(made, remote, engine, reference, local, tmp_path):
+def stepped(made, remote, engine, local, tmp_path):
     given = [replace(one, reference_log_probs=None) for one in sampled_by(local.model)]
     blank = [Experience.of(one.trajectory) for one in given]
-    for column, ask in (("old_log_probs", remote), ("reference_log_probs", reference)):
-        for one, other in zip(ask.log_probs(blank, column), local.log_probs(blank, "old_log_probs"), strict=True):
-            assert one.trajectory.name == other.trajectory.name
-            np.testing.assert_allclose(vars(one)[column], other.old_log_probs, rtol=0, atol=1e-9)
+    asked = (one.log_probs(blank, "old_log_probs") for one in (remote, local))
+    for one, other in zip(*asked, strict=True):
+        assert one.trajectory.name == other.trajectory.name
+        np.testing.assert_allclose(one.old_log_probs, other.old_log_probs, rtol=0, atol=1e-9)
     for few in (given[:1], given[1:]):  # one rank has nothing of the first
         figures, expected = remote.forward_backward(few), local.forward_backward(few)
         assert figures.keys() == expected.keys()
