@@ -1,7 +1,7 @@
 """One step has one gradient: on one process and two, packed and not, whole and in micro-batches, for every recipe.
 
 In float64, within 1e-9 of the step's largest gradient, and so are its loss and every other figure that is told. The
-four anchor families; `make ranks` takes all of them.
+four anchor families, each pair of family, mesh and recipe; `make ranks` takes all families and all combinations.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from bestiary.training.parallel import DataParallel
 
 from ..child import Child
 from .recipes_case import masked, pack
-from .recipes_rank import ANCHORS, BETA, FAMILIES, PAIRS, TRIALS, Models, Step, packs, run, step_over
+from .recipes_rank import ANCHORS, BETA, EVERY, FAMILIES, PAIRS, TRIALS, Models, Step, packs, run, step_over
 
 pytestmark = pytest.mark.slow
 
@@ -70,14 +70,14 @@ def test_two_processes_step_as_one(tmp_path: Path) -> None:
         code, errors = other.ended()
     assert code == 0, errors
     assert not wrong, "\n".join(wrong)
-    assert compared >= len(TRIALS) * len(FAMILIES) * 2
+    assert compared >= len(TRIALS) * len(FAMILIES)
 
 
 @pytest.mark.parametrize("name", TRIALS)
 def test_neither_packing_nor_accumulation_nor_masked_documents_change_a_gradient(name: str) -> None:
     """One pack, 2 and 4 of them, one for each document or pair, and one with a group behind that trains nothing."""
     groups = TRIALS[name].groups
-    for family in FAMILIES:
+    for family in FAMILIES if EVERY else FAMILIES[list(TRIALS).index(name) % 2 :: 2]:  # a dense and a sparse one
         models = Models(family)
         expected = alone(models, name, packs(groups, 1))
         divided = {count: packs(groups, count) for count in (2, 4)}

@@ -74,8 +74,9 @@ class Once:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "adapters"), [*((recipe, False) for recipe in RECIPES), ("dpo", True), ("kto", True)]
+)  # with adapters the reference is the model without them
 def test_a_run_that_was_stopped_is_the_run_that_was_not(files, tmp_path, recipe, adapters):
     lora = ["lora.r=2"] if adapters else []
     file, whole, parts = files / "run.json", tmp_path / "whole", tmp_path / "parts"
@@ -97,11 +98,13 @@ def test_a_run_that_was_stopped_is_the_run_that_was_not(files, tmp_path, recipe,
 
 @pytest.fixture(scope="module")
 def stored(files):
-    """What the teacher says about the talks, in both formats."""
+    """What the teacher says about the talks, in both formats, and in `live` a run on its words as they come."""
     given = changes("distill", files / "none", "loss.options.top_k=8", "loss.options.temperature=2")
     for suffix in ("jsonl", "parquet"):
         command = ["distill", str(files / "run.json"), *given, "--store-teacher", str(files / f"told.{suffix}")]
         assert cli.main(command) == 0
+    asked = ["loss.name=jsd", "loss.options.top_k=8", "loss.options.temperature=2"]
+    run(load_run_config(files / "run.json", changes("distill", files / "live", *asked), recipe="distill"))
     return files
 
 
@@ -116,9 +119,7 @@ def told(out, suffix, *more):
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_run_on_a_teacher_s_stored_words_is_the_run_with_the_teacher(stored, tmp_path, suffix):
     """No teacher in memory, the same curve; stopped and resumed, too."""
-    file, live, parts = stored / "run.json", tmp_path / "live", tmp_path / "parts"
-    asked = ["loss.name=jsd", "loss.options.top_k=8", "loss.options.temperature=2"]
-    run(load_run_config(file, changes("distill", live, *asked), recipe="distill"))
+    file, live, parts = stored / "run.json", stored / "live", tmp_path / "parts"
     stop = "loop.callbacks=[tests.training.test_run_recipes:Once]"
     run(load_run_config(file, told(parts, suffix, stop), recipe="distill"))
     resumed = run(load_run_config(file, told(parts, suffix), recipe="distill"))
