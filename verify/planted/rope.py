@@ -114,7 +114,7 @@ def _ignored(kind: str, applies: Callable[[DecoderConfig], bool], level: str, le
         reference=reference,
         config_fields=("rope_parameters", "rope_scaling"),
         checks=(f"rope_type={kind}", f"[{kind}]"),
-        quick=(f"*rope_type={kind}",),
+        quick=(f"*rope_type={kind}", f"*{kind}?.factor=*"),  # the second where the tiny config is of that kind
     )
 
 
