@@ -1,5 +1,6 @@
 """The prepared GPU script: its dry run on the CPU, its targets, and what it does when time or a section fails."""
 
+import functools
 import json
 
 import pytest
@@ -9,13 +10,17 @@ from bestiary.tools.bench import gpu, process
 from bestiary.tools.bench.gpu_work import SECTIONS
 
 
+@functools.cache
+def answer(told):
+    """What a section says to a job; each runs once for all tests."""
+    return json.dumps({"rows": gpu._work(json.loads(told))})
+
+
 @pytest.fixture
 def in_process(monkeypatch):
     """Sections run here instead of in processes of their own; what they return still passes through JSON."""
     threads = torch.get_num_threads()
-    monkeypatch.setattr(
-        process, "run_worker", lambda module, job, timeout=None: json.loads(json.dumps({"rows": gpu._work(job)}))
-    )
+    monkeypatch.setattr(process, "run_worker", lambda module, job, timeout=None: json.loads(answer(json.dumps(job))))
     yield
     torch.set_num_threads(threads)
 
@@ -38,7 +43,8 @@ def test_dry_run(section, in_process, tmp_path, capsys):
 
 
 def test_both_sides_of_the_step_have_the_same_weights():
-    losses = [gpu._work({"arm": name, "dry": True})[0]["loss"] for name in ("step ours", "step transformers")]
+    told = [json.dumps({"arm": name, "dry": True}) for name in ("step ours", "step transformers")]
+    losses = [json.loads(answer(job))["rows"][0]["loss"] for job in told]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 

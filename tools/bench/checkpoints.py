@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-# Published figures; "tiny" only proves that a benchmark runs.
+# Published figures, of which one layer in `period` is full; "tiny" only proves that a benchmark runs.
 GEMMA3: dict[str, dict[str, int]] = {
-    "270m": {"vocab": 262144, "hidden": 640, "mlp": 2048, "layers": 18, "heads": 4, "kv": 1, "dim": 256, "window": 512},
-    "tiny": {"vocab": 1024, "hidden": 64, "mlp": 128, "layers": 6, "heads": 4, "kv": 1, "dim": 32, "window": 16},
+    "270m": {"vocab": 262144, "hidden": 640, "mlp": 2048, "layers": 18, "heads": 4, "kv": 1, "dim": 256, "window": 512}
+    | {"period": 6},
+    "tiny": {"vocab": 1024, "hidden": 64, "mlp": 128, "layers": 2, "heads": 4, "kv": 1, "dim": 32, "window": 16}
+    | {"period": 2},
 }
 
 
@@ -37,7 +39,7 @@ def write_random(folder: Path, config: Any, model: type[Any], seed: int = 0) -> 
 
 
 def write_gemma3(folder: Path, size: str, seed: int = 0) -> None:
-    """A Gemma 3 text checkpoint in the shape of `GEMMA3[size]`: tied head, five sliding layers to a full one."""
+    """A Gemma 3 text checkpoint in the shape of `GEMMA3[size]`: tied head, the last layer of a period full."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     shape = GEMMA3[size]
@@ -51,6 +53,7 @@ def write_gemma3(folder: Path, size: str, seed: int = 0) -> None:
         head_dim=shape["dim"],
         query_pre_attn_scalar=shape["dim"],
         sliding_window=shape["window"],
+        layer_types=["full_attention" if full else "sliding_attention" for full in _full_layers(shape)],
         max_position_embeddings=32768,
         tie_word_embeddings=True,
         dtype="bfloat16",
@@ -70,5 +73,10 @@ def visible_pairs(shape: dict[str, int], tokens: int) -> int:
     window = min(shape["window"], tokens)
     full = tokens * (tokens + 1) // 2
     sliding = window * (window + 1) // 2 + (tokens - window) * window
-    full_layers = sum((index + 1) % 6 == 0 for index in range(shape["layers"]))
+    full_layers = sum(_full_layers(shape))
     return full_layers * full + (shape["layers"] - full_layers) * sliding
+
+
+def _full_layers(shape: dict[str, int]) -> list[bool]:
+    """Of each layer whether its attention is full."""
+    return [(index + 1) % shape["period"] == 0 for index in range(shape["layers"])]

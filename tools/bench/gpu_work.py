@@ -297,7 +297,7 @@ def experts(place: Place) -> list[Row]:
 
 
 def step(place: Place, arm: str) -> list[Row]:
-    """Forward and backward of a Qwen3-4B-shaped model of four layers, 8192 tokens in two rows."""
+    """Forward and backward of a Qwen3-4B-shaped model of four layers (dry: two), 8192 tokens in two rows."""
     rows, tokens = (2, 32) if place.dry else (2, 4096)
     model = _qwen3(place, arm)
     config = Qwen3.sizes["0.6b" if place.dry else "4b"]
@@ -313,9 +313,9 @@ def step(place: Place, arm: str) -> list[Row]:
 
     linear = sum(parameter.numel() for name, parameter in model.named_parameters() if "layers" in name)
     head = vocab * model.get_input_embeddings().weight.shape[1]
-    pairs = rows * tokens * (tokens + 1) // 2
-    flops = 6 * rows * tokens * (linear + head) + 12 * 4 * config.attention.num_heads * 128 * pairs
-    row = {"section": "step", "case": f"Qwen3 4B's shape, 4 layers, {rows}x{tokens}", "arm": arm}
+    pairs, layers = rows * tokens * (tokens + 1) // 2, model.config.num_hidden_layers
+    flops = 6 * rows * tokens * (linear + head) + 12 * layers * config.attention.num_heads * 128 * pairs
+    row = {"section": "step", "case": f"Qwen3 4B's shape, {layers} layers, {rows}x{tokens}", "arm": arm}
     row["floor_ms"] = flops / DENSE_BF16 * 1e3
     if arm == "ours, compiled blocks" and place.dry and cxx() is None:
         return [row | {"cannot": "there is no C++ compiler, which torch.compile calls on a CPU"}]
@@ -326,8 +326,8 @@ def step(place: Place, arm: str) -> list[Row]:
 def _qwen3(place: Place, arm: str) -> Any:
     """The same weights on both sides: each parameter drawn from its name."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 1003} if place.dry else {}
-    config = Qwen3.sizes["4b"]
-    config = config.with_(num_hidden_layers=4, layer_types=config.layer_types[:4], **sizes)
+    config, layers = Qwen3.sizes["4b"], 2 if place.dry else 4
+    config = config.with_(num_hidden_layers=layers, layer_types=config.layer_types[:layers], **sizes)
     if arm.startswith("ours"):
         model: Any = Decoder(config, dtype=place.dtype, device=place.device)
         if arm == "ours, compiled blocks":
@@ -340,7 +340,7 @@ def _qwen3(place: Place, arm: str) -> Any:
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
-            num_hidden_layers=4,
+            num_hidden_layers=layers,
             num_attention_heads=config.attention.num_heads,
             num_key_value_heads=config.attention.num_kv_heads,
             head_dim=config.attention.head_dim,
