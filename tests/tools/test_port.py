@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run(folder: Path, command: str, site: Path, timeout: int = 280) -> subprocess.CompletedProcess[str]:
+def _run(folder: Path, command: str, site: Path, timeout: int = 1500) -> subprocess.CompletedProcess[str]:
     """A command line in `folder`, with `site` in front of what is installed."""
     program, *arguments = shlex.split(command)
     environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
@@ -229,13 +230,38 @@ def _commands(folder: Path) -> list[str]:
     return [line for block in blocks for line in block.splitlines() if line.startswith(("bestiary ", "verify-bridge "))]
 
 
+# Of the planted bugs and the rewrites that concern a Llama with windows some more than a self-test must have: that all
+# of them are found is a property of the verifier, and the families' self-tests hold it.
+FEWER = {
+    "planted/__init__.py": "CATALOGUE = tuple(bug for bug in CATALOGUE if bug.level != 'V3')[::2]",
+    "benign.py": "REWRITES = tuple(one for one in REWRITES if not one.levels.startswith('K'))[:14]",
+}
+
+
 def _own_copy(site: Path) -> Path:
     """bestiary as it is now: a port is turned away when a file of it changes while the port is judged."""
     for name in ("kernels", "models", "bridges", "verify", "training", "tools"):
         shutil.copytree(ROOT / name, site / "bestiary" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, line in FEWER.items():
+        with (site / "bestiary" / "verify" / name).open("a", encoding="utf-8") as file:
+            file.write(f"\n{line}\n")
     return site
 
 
+# One process for all commands: each has the arguments, the exit code and the output that it has by itself.
+COMMANDS = """
+import contextlib, io, json, shlex, sys
+from bestiary.tools.cli import main
+from bestiary.verify.cli import main as verify
+
+told = []
+for command in sys.argv[1:]:
+    program, *arguments = shlex.split(command)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = {"bestiary": main, "verify-bridge": verify}[program](arguments)
+    told.append([int(code), out.getvalue()])
+print(json.dumps(told))
+"""
 PROBE = """
 from bestiary.bridges import get_bridge
 from bestiary.tools.port.judge import proposal
@@ -248,8 +274,18 @@ print(*proposal({bug.id for bug in CATALOGUE if bug.concerns(bridge, configs)}))
 """
 
 
+def _replay(folder: Path, site: Path, *commands: str) -> list[list[Any]]:
+    """Exit code and output of each of these command lines, one after the other in `folder`."""
+    program = folder.parent / "commands.py"
+    program.write_text(COMMANDS, encoding="utf-8")
+    done = _run(folder, shlex.join(["python", str(program), *commands]), site)
+    assert done.returncode == 0, done.stderr
+    told: list[list[Any]] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_completed_skeleton_is_accepted_and_loads_by_its_entry_point(tmp_path: Path) -> None:
     """From `new` to `check` by the commands of PORT.md, each of which is run."""
     site, folder = _own_copy(tmp_path / "site"), tmp_path / "cwm"
@@ -265,16 +301,14 @@ def test_a_completed_skeleton_is_accepted_and_loads_by_its_entry_point(tmp_path:
     bridge.write_text(text.replace("KILL_LIST: tuple[str, ...] = ()", f"KILL_LIST = ({globs},)"), encoding="utf-8")
 
     layer, whole, status, check = _commands(folder)
-    assert _run(folder, layer, site).returncode == 0
-    assert _run(folder, f"{whole} --level V0", site).returncode == 0
-    assert "accepted: no" in _run(folder, status, site).stdout
-    done = _run(folder, f"{check} --json check.json", site, timeout=800)
-    assert done.returncode == 0, done.stdout + done.stderr
+    before = _replay(folder, site, layer, f"{whole} --level V0", status, f"{check} --json check.json", status)
+    assert [code for code, _ in before] == [0] * 5, before
+    assert "accepted: no" in before[2][1]
     assert json.loads((folder / "check.json").read_text())["accepted"] is True
     assert "Planted bugs" in (folder / "CARD.md").read_text()
     acceptance = json.loads((folder / "acceptance.json").read_text())["verdicts"][0]
     assert (acceptance["scope"], acceptance["seed"] != 0) == ("full", True)
-    assert "accepted: yes" in _run(folder, status, site).stdout
+    assert "accepted: yes" in before[4][1]
     with (folder / "src" / "bestiary_cwm" / "model.py").open("a", encoding="utf-8") as file:
         file.write("\n# changed after the acceptance\n")
     assert "accepted: no" in _run(folder, status, site).stdout
