@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -39,6 +40,7 @@ from bestiary.training.data.loader import PackLoader
 from bestiary.training.data.plan import Plan
 from bestiary.training.data.source import Source
 from bestiary.training.data.tokenizer import BaseHFModelTokenizer
+from bestiary.training.errors import CheckpointRefused
 from bestiary.training.recipes.reference import Stored
 from bestiary.training.rl.records import load_experiences, load_trajectories
 from bestiary.verify.reading import read_report
@@ -199,6 +201,16 @@ def changed_class(folder: Path, mark: Path) -> None:
             mark.mkdir()
 
 
+def attribute_of_a_class(folder: Path, mark: Path) -> None:
+    """Python 3.11.2 writes a member of an Enum as an attribute of its class: of one class, and those alone."""
+    named = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n%b\nV%b\ntR"
+    (folder / METADATA).write_bytes(named % (b"_MEM_FORMAT_ENCODING", b"mro") + b"(tR.")
+    with pytest.raises(CheckpointRefused, match="it asks for the attribute mro"):
+        ResumePointReader(folder).read_metadata()
+    (folder / METADATA).write_bytes(named % (b"Metadata", b"__init__") + b"(tR.")
+    ResumePointReader(folder).read_metadata()
+
+
 def beside_a_resume_point(folder: Path, mark: Path) -> None:
     """A tensor that lies elsewhere."""
     index, place = MetadataIndex("model.a", [0]), _StorageInfo("../elsewhere.distcp", 0, 8)
@@ -247,6 +259,7 @@ REFUSED: dict[str, Callable[[Path, Path], None]] = {
     "resume point": resume_point,
     "bytes in a resume point": bytes_in_a_resume_point,
     "a class in a resume point": changed_class,
+    "an attribute in a resume point": attribute_of_a_class,
     "a place outside of a resume point": beside_a_resume_point,
     "code of a model": code_of_a_model,
     "code of a tokenizer": code_of_a_tokenizer,
@@ -271,6 +284,22 @@ def test_a_pickle_that_lies_beside_good_weights_is_left_alone(tmp_path: Path) ->
     AutoDecoder.from_pretrained(folder)
     AutoDecoder.from_pretrained(folder, backend="hf")
     assert not mark.exists()
+
+
+def test_a_description_of_tensors_is_read_whichever_python_wrote_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = TensorProperties(torch.bfloat16, memory_format=torch.contiguous_format)
+    parts = [ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))]
+    held = Metadata({"model.a": TensorStorageMetadata(properties, torch.Size([1]), parts)}, storage_data={})
+    written = []
+    for form in (lambda one, _: (type(one), (one.value,)), lambda one, _: (getattr, (type(one), one.name))):
+        monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", form)  # of 3.12, and of 3.11.2
+        written.append(pickle.dumps(held))
+        (tmp_path / METADATA).write_bytes(written[-1])
+        found = ResumePointReader(tmp_path).read_metadata().state_dict_metadata["model.a"]
+        assert found.properties == properties
+    assert written[0] != written[1]
 
 
 def test_the_bomb_goes_off_where_it_is_unpickled(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ def test_the_time_left_counts_what_happens_between_steps() -> None:
     assert etas == ["00:18", "01:20", "01:10"]
 
 
-def test_a_file_gets_plain_lines_and_a_terminal_a_bar_below_them() -> None:
+def test_a_file_gets_plain_lines_and_a_terminal_a_bar_below_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     for stream, kind in ((io.StringIO(), Lines), (Terminal(), Bar)):
         tracker = reporter(stream)
         assert type(tracker) is kind

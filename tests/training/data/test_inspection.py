@@ -132,8 +132,8 @@ def test_a_plan_changes_with_what_is_trained(run_file, tokenizer_of, tmp_path):
 
 
 def test_the_command_writes_json_and_page_and_colours_the_terminal(run_file, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "200")
+    for name, value in (("FORCE_COLOR", "1"), ("COLUMNS", "200"), ("TERM", "xterm")):
+        monkeypatch.setenv(name, value)
     files = ["--json", str(tmp_path / "data.json"), "--html", str(tmp_path / "data.html")]
     assert cli.main(["data", "inspect", str(run_file), *files]) == 1  # a row was refused
     shown = capsys.readouterr().out
