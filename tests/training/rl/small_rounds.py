@@ -155,6 +155,8 @@ class Mortal:
 
     def restart(self) -> None:
         self.deaths.restart()
+        if isinstance(self.role, LocalPolicy) and self.role._saver is not None:
+            self.role._saver.join()  # where a process dies no thread writes beside the next one
         self.role = self.make()
 
 
