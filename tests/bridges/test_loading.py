@@ -488,6 +488,7 @@ def test_a_fresh_model_exports(tmp_path: Path) -> None:
     assert torch.equal(again.model.layers[0].self_attn.sinks, model.get_parameter("model.layers.0.self_attn.sinks"))
 
 
+@pytest.mark.slow
 def test_loading_and_saving_import_no_transformers(saved: Callable[[str], Path], tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['transformers'] = None\n"

@@ -70,6 +70,7 @@ def test_peft_loads_our_adapter_and_computes_our_logits(
     assert all(torch.equal(stored[name], held[name]) for name in stored)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     family=st.sampled_from(ROUTED),

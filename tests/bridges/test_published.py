@@ -167,6 +167,7 @@ def test_an_export_equals_the_listing_up_to_the_declared_differences(name: str, 
     assert exported == expected
 
 
+@pytest.mark.slow
 def test_deepseek_v3_is_consumed_to_the_last_tensor_but_for_its_fp8(reference_data: Path) -> None:
     """The published weights are refused; of their bf16 twin only the layer that predicts further tokens is left."""
     folder = reference_data / "hub" / IN_FP8

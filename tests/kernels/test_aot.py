@@ -82,6 +82,7 @@ def test_every_argument_has_a_type_or_a_value() -> None:
         assert one.aligned <= set(one.types), one.name
 
 
+@pytest.mark.slow
 def test_one_kernel_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Compiled, measured, written as JSON, and the second time read from the cache."""
     target, file = ["--select", ONE, "--target", "80", "90", "--jobs", "1"], tmp_path / "aot.json"
@@ -106,6 +107,7 @@ def test_family_of_matrix_instructions(target: int, family: str, tmp_path: Path)
     assert mma_family("ld.global.b32") == "none"
 
 
+@pytest.mark.slow
 def test_a_spill_is_seen(tmp_path: Path) -> None:
     """A kernel that cannot fit fails, unless a reason is listed."""
     found = compile_one(Compilation(hungry, "16384", {"x": "*fp32"}, {"WIDTH": 16384}, 1), 90, tmp_path)
@@ -147,6 +149,7 @@ def test_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         compile_one(a_product(), 90, tmp_path)
 
 
+@pytest.mark.slow
 def test_help_has_an_example() -> None:
     """In a process of its own, as a person runs it."""
     command = [sys.executable, "-m", "bestiary.kernels.aot", "--help"]

@@ -293,6 +293,7 @@ def test_what_is_saved_is_what_came_in_and_out() -> None:
     assert sum(x.numel() for x in saved if x.is_floating_point()) == 2 * q.numel() + 2 * k.numel() + 4 + 4 * 256
 
 
+@pytest.mark.slow
 def test_the_operators_keep_their_promises() -> None:
     """Fake tensors, strides, autograd registration and dynamic shapes agree with what runs (torch's own checks)."""
     documents, padded = torch.arange(70)[None].expand(2, -1) // 30, torch.arange(70)[None].repeat(2, 1) % 9 > 0

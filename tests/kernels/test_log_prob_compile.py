@@ -73,6 +73,7 @@ def outcome(run: Callable[..., Tensor], *given: Tensor) -> list[Tensor | None]:
     return [loss.detach(), *torch.autograd.grad(loss, given[:3], allow_unused=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_one_whole_graph_gives_the_eager_numbers(function: Callable[..., Tensor]) -> None:
     """Ignored tokens first, last and between, none, all; one graph for the first length and one for all others."""

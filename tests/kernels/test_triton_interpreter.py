@@ -30,6 +30,7 @@ def test_agrees_with_the_reference() -> None:
     assert "deselected" not in summary
 
 
+@pytest.mark.slow
 def test_kernels_import_without_triton() -> None:
     """The package is optional: everything but the Triton files imports, and the choice says what to install."""
     code = """

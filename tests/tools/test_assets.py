@@ -170,6 +170,7 @@ class TestGemma3:
         assert config["tie_word_embeddings"] is True
         assert AutoConfig.from_pretrained(folder).max_position_embeddings == 32768
 
+    @pytest.mark.slow
     def test_tokenizer_is_the_official_one(self):
         """Ids of the published tokenizer; the run of 34 spaces is where a wrong order of merges shows."""
         tokenizer = AutoTokenizer.from_pretrained(real("gemma-3-270m"))

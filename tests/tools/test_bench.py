@@ -74,6 +74,7 @@ def test_load_counts_sides_that_disagree(tmp_path, monkeypatch):
     assert same != load._work("ours", warmup, folder)["checksum"]
 
 
+@pytest.mark.slow
 def test_a_mapping_does_not_survive_the_file(tmp_path):
     """What the last goal of the load benchmark would catch: a loader that leaves pages in the file."""
     folder, warmup = tmp_path / "m", tmp_path / "w"

@@ -327,6 +327,7 @@ def test_core_is_compared_with_float64(in_process, tmp_path):
             assert 0 < case["arms"][arm][f"error bf16 {what}"]["median"] < 1e-2
 
 
+@pytest.mark.slow
 def test_loop_and_bare_step_take_turns_on_the_same_batches(in_process, tmp_path):
     """Their losses are compared in the worker, step by step."""
     target = tmp_path / "b.json"
@@ -407,6 +408,7 @@ def test_time_is_the_median_of_the_repetitions():
     assert 0.02 <= sample["seconds"] < 0.2
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_is_named():
     job = {"arm": "ours", "way": "nothing", "shape": {}, "threads": 1, "reps": 1}
     with pytest.raises(process.WorkerFailed, match=r"(?s)'ours'.*KeyError") as caught:
@@ -440,6 +442,7 @@ def test_wrong_usage_exits_seven(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_runs_that_sample_ahead_train_as_many_prompts_and_no_older_answers(in_process, tmp_path):
     target = tmp_path / "b.json"
     assert rl_async.main(["--quick", "--json", str(target)]) in {measure.GOALS_HOLD, measure.GOAL_MISSED}

@@ -61,6 +61,7 @@ def test_changes_of_a_run_may_stand_before_and_behind_options() -> None:
     assert (args.changes, args.ray) == (["optim.lr=1", "data.streams=8", "out=x"], 8)
 
 
+@pytest.mark.slow
 def test_models_lists_official_parameter_counts(capsys: pytest.CaptureFixture[str]) -> None:
     """JSON on stdout stands alone, and the counts are those of the published checkpoints."""
     assert main(["models", "--json", "-"]) == 0

@@ -86,6 +86,7 @@ def short(checkpoint, run, monkeypatch):
     return go
 
 
+@pytest.mark.slow
 def test_every_step_passes_and_leaves_its_files(run, tmp_path):
     code, result = run()
     assert code == result["exit_code"] == 0, result["error"]
@@ -116,6 +117,7 @@ def test_every_step_passes_and_leaves_its_files(run, tmp_path):
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
 
 
+@pytest.mark.slow
 def test_again_into_the_same_folder_trains_anew(run, tmp_path):
     first = run()[1]["steps"][5]["figures"]
     second = run()[1]["steps"][5]["figures"]
@@ -124,6 +126,7 @@ def test_again_into_the_same_folder_trains_anew(run, tmp_path):
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 3]
 
 
+@pytest.mark.slow
 def test_a_wrong_token_of_ours_is_found(run, monkeypatch):
     """The last generated token, one up: transformers disagrees."""
     generate = Decoder.generate
@@ -141,6 +144,7 @@ def test_a_wrong_token_of_ours_is_found(run, monkeypatch):
     assert "part at new token 5" in result["error"]
 
 
+@pytest.mark.slow
 def test_a_wrong_bit_of_the_export_is_found(run, monkeypatch):
     save = Decoder.save_pretrained
 
@@ -179,6 +183,7 @@ def ends_at(result, name):
     return result["exit_code"] == 1 and (last["name"], last["ok"]) == (name, False)
 
 
+@pytest.mark.slow
 def test_a_run_that_learns_nothing_is_found(short, monkeypatch):
     """No update is made: the held-out loss stays where it was."""
     monkeypatch.setattr(Optimisers, "step", lambda self: None)

@@ -38,6 +38,7 @@ def without():
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_what_is_missing_comes_with_the_command_that_installs_it(without):
     features = {feature["name"]: feature for feature in without["features"]}
     for name in ("triton", "ray"):
@@ -62,6 +63,7 @@ def test_what_is_left_works(without):
     assert without["machine"]["memory_gib"] > 1
 
 
+@pytest.mark.slow
 def test_a_required_package_that_is_not_there_is_the_diagnosis():
     """Not an error of the doctor's own."""
     program = PROGRAM.replace(str(BLOCKED), "('huggingface_hub',)").replace('"-"]', '"-", "--no-check"]')

@@ -130,6 +130,7 @@ assert sys.modules["transformers"] is None
 """
 
 
+@pytest.mark.slow
 def test_models_build_and_train_without_transformers() -> None:
     """Every family, forward and backward, in a process where transformers cannot be imported."""
     env = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
@@ -139,6 +140,7 @@ def test_models_build_and_train_without_transformers() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_importing_models_does_not_import_transformers() -> None:
     """Start-up of `bestiary.models` is torch's own."""
     code = "import sys, bestiary.models; sys.exit('transformers' in sys.modules)"

@@ -60,6 +60,7 @@ def test_what_is_pinned_installs_on_the_python_of_a_long_lived_distribution() ->
     assert {name: text for name, text in wanted.items() if not SpecifierSet(text).contains("3.11.2")} == {}
 
 
+@pytest.mark.slow
 def test_wheel_holds_every_module_and_type_marker(wheel: zipfile.ZipFile) -> None:
     """A sub-folder missing from `packages`, or a schema missing from the package data, shows here."""
     shipped = {name for name in wheel.namelist() if name.startswith("bestiary/")}
@@ -158,6 +159,7 @@ def _fake_kernels_distribution(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_transformers_imports_from_the_root_beside_a_kernels_distribution(tmp_path: Path) -> None:
     """With PYTHONSAFEPATH the folder kernels/ does not shadow the package; without it transformers breaks."""
     packages = str(_fake_kernels_distribution(tmp_path / "site"))

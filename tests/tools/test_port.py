@@ -62,6 +62,7 @@ def _run(folder: Path, command: str, site: Path, timeout: int = 1500) -> subproc
     )
 
 
+@pytest.mark.slow
 def test_new_classifies_fields_and_names_keys_and_the_nearest_family(started: Path) -> None:
     told = json.loads((started.parent / "new.json").read_text())["analysis"]
     kinds = {row["name"]: (row["kind"], row["ours"]) for row in told["fields"]}

@@ -94,6 +94,7 @@ def test_a_port_that_delegates_to_transformers(port: Port, capsys: pytest.Captur
     assert "imports transformers.CwmForCausalLM" in message
 
 
+@pytest.mark.slow
 def test_a_port_with_edited_gates(port: Port, tmp_path: Path) -> None:
     """bestiary with another threshold, in front of the installed one."""
     package = tmp_path / "site" / "bestiary"
@@ -124,6 +125,7 @@ def test_a_port_that_skips_a_level(port: Port, capsys: pytest.CaptureFixture[str
     assert "imports bestiary.verify.levels" in message
 
 
+@pytest.mark.slow
 def test_a_port_that_hard_codes_its_output(port: Port, capsys: pytest.CaptureFixture[str]) -> None:
     """No import and no name gives it away: the same tokens have the same logits under other weights."""
     _append(port, "model.py", REMEMBERS)

@@ -50,6 +50,7 @@ def test_no_source_file_has_a_header_of_its_own() -> None:
     assert [str(path.relative_to(ROOT)) for path in own] == []
 
 
+@pytest.mark.slow
 def test_the_bill_of_materials_holds_every_requirement_in_the_version_that_is_here() -> None:
     made = sbom.bill()
     assert (made["bomFormat"], made["specVersion"]) == ("CycloneDX", "1.6")

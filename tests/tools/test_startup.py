@@ -35,6 +35,7 @@ assert left_alone()
 """
 
 
+@pytest.mark.slow
 def test_the_models_bring_no_module_that_is_slow_to_import_and_tell_each_what_it_asks_once_it_is_there():
     """Formulas of FLOPs and functions that a compiler leaves alone are known as soon as somebody can ask."""
     done = subprocess.run([sys.executable, "-P", "-c", DEFERRED], capture_output=True, text=True, timeout=120)

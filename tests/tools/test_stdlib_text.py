@@ -75,6 +75,7 @@ def real_library():
     return list(docstrings())
 
 
+@pytest.mark.slow
 def test_of_the_running_python(real_library):
     """Long enough for any window, the same twice, and really what the library says about itself."""
     sample = text(200_000)

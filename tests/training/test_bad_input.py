@@ -116,6 +116,7 @@ def pause():
     time.sleep(0.5)
 
 
+@pytest.mark.slow
 def test_a_number_that_is_none_in_a_row_is_refused_by_its_place_and_may_be_skipped(place, tmp_path, capsys):
     """A score of a reward model's data."""
     scored = [
@@ -156,6 +157,7 @@ def test_events_with_nan_are_refused(row):
 # ---------------------------------------------------------------------- data
 
 
+@pytest.mark.slow
 def test_data_of_which_nothing_is_trained_ends_the_run(place, tmp_path, capsys):
     """Prompts fill the packs: no answer is left to train, in any row of an epoch."""
     out = tmp_path / "run"
@@ -166,6 +168,7 @@ def test_data_of_which_nothing_is_trained_ends_the_run(place, tmp_path, capsys):
     assert not (out / "export").exists()
 
 
+@pytest.mark.slow
 def test_pairs_that_are_equal_after_the_cut_end_the_run(place, tmp_path, capsys):
     """Sides that differ in their last word, behind what a pack can hold."""
     long = "It is the sum of both, as anybody could have told you. " * 4
@@ -244,6 +247,7 @@ class FullHost(Full):
     error = MemoryError("Unable to allocate 2.00 GiB for an array")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["FullDevice", "FullHost"])
 def test_memory_that_ends_in_a_step_leaves_the_step_before(place, tmp_path, capsys, which):
     """Raised inside a module; the same command then goes on from the resume point."""

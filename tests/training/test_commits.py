@@ -64,6 +64,7 @@ def config(place, out, *changes, recipe="sft", file="run.yaml"):
     return load_run_config(place / file, [f"out={out}", *changes], recipe=recipe)
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_commit_that_it_began_with(place, tmp_path, hub):
     out = tmp_path / "run"
     asked = config(place, out)

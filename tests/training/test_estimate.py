@@ -55,6 +55,7 @@ def repeated(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return k.repeat(1, 1, 4, 1), v.repeat(1, 1, 4, 1)
 
 
+@pytest.mark.slow
 def test_the_estimate_of_a_slice_is_near_the_measured_peak() -> None:
     """The second of four slices of a row that is long beside the model."""
     context = ContextSlice(TOKENS, ((512, 1024), (3072, 3584)), repeated)

@@ -160,6 +160,7 @@ def test_what_ray_has_no_room_for_is_refused(place, tmp_path, session):
         launch(config(place, tmp_path / "run"), 9)
 
 
+@pytest.mark.slow
 def test_a_missing_ray_is_named_with_its_extra(place, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InvalidRun, match="ray is not installed") as caught:

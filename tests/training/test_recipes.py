@@ -101,6 +101,7 @@ def test_policy_and_reference_agree_to_the_bit_at_the_first_step(dtype):
                 torch.testing.assert_close(total, 2 * exact, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_adapters_off_is_a_frozen_copy_of_the_base():
     """And the stored sums of one, whatever pack they were computed in."""
     groups = pairs()

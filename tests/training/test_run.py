@@ -82,6 +82,7 @@ def whole(place):
     return place / "whole"
 
 
+@pytest.mark.slow
 def test_a_run_learns_evaluates_and_exports_what_transformers_loads(whole, place):
     rows = metrics(whole)
     losses = [row["loss"] for row in rows if "loss" in row]
@@ -143,6 +144,7 @@ def test_a_loss_and_the_rows_of_a_file_plug_in_by_their_names(whole, place, tmp_
         run(other)
 
 
+@pytest.mark.slow
 def test_states_of_eight_bits_bind_a_run_to_its_mesh(place):
     """And no other optimiser does."""
     model = AutoDecoder.from_pretrained(place / "model")
@@ -196,6 +198,7 @@ class Slow:
         time.sleep(0.5)
 
 
+@pytest.mark.slow
 def test_adapters_are_exported_as_adapters(place, tmp_path):
     config = load_run_config(place / "run.json", ["lora.r=4", f"out={tmp_path / 'run'}"], recipe="sft")
     outcome = run(config)
@@ -205,6 +208,7 @@ def test_adapters_are_exported_as_adapters(place, tmp_path):
     assert tuned.decoder_config.lora is not None
 
 
+@pytest.mark.slow
 def test_epochs_are_counted_into_steps(place, tmp_path):
     changes = ["loop.steps=null", "data.epochs=2", "data.pack_length=256", f"out={tmp_path / 'run'}"]
     outcome = run(load_run_config(place / "run.json", changes, recipe="sft"))
@@ -216,6 +220,7 @@ def test_epochs_are_counted_into_steps(place, tmp_path):
     assert documents == outcome.steps * 2 * 256
 
 
+@pytest.mark.slow
 def test_wide_parameters_are_stepped_and_narrow_ones_computed_with(place, tmp_path):
     """float32 master weights: what is kept moves by less than bfloat16 can tell."""
     changes = ["precision.compute=bfloat16", "optim.lr=1e-6", f"out={tmp_path / 'run'}"]
@@ -228,6 +233,7 @@ def test_wide_parameters_are_stepped_and_narrow_ones_computed_with(place, tmp_pa
     assert (after.model.layers[0].mlp.up_proj.weight.bfloat16() == narrow).float().mean() > 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
@@ -249,6 +255,7 @@ def test_what_cannot_be_run_is_refused_before_training(whole, place, tmp_path, c
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_compiled_blocks_need_a_compiler(place, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(InvalidRun, match=r"model\.compile = true(.|\n)*apt-get install g\+\+"):
@@ -261,6 +268,7 @@ def test_streams_that_the_processes_cannot_share_are_refused(place):
         check_data(config.data, SFT(), 3)
 
 
+@pytest.mark.slow
 def test_a_changed_run_is_not_taken_for_the_same(whole, place):
     before = (whole / "config.yaml").read_bytes()
     with pytest.raises(CheckpointRefused, match=r"optim was .*0\.003.* and is .*0\.001"):

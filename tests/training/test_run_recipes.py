@@ -127,6 +127,7 @@ def test_a_run_on_a_teacher_s_stored_words_is_the_run_with_the_teacher(stored, t
     assert [row["loss"] for row in metrics(parts)] == pytest.approx([row["loss"] for row in metrics(live)], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -175,6 +176,7 @@ def test_a_teacher_s_file_is_whole_or_not_there(stored, file, more, error, said)
     assert sorted(stored.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_without_a_teacher_held_out_data_must_bring_its_words_too(stored, tmp_path):
     """Refused before anything is loaded, not at the first evaluation."""
     held = '[{"name": "held", "files": "held.jsonl", "kind": "chat"}]'
@@ -232,6 +234,7 @@ def test_a_run_on_its_own_answers_goes_on_bit_for_bit(files, tmp_path, lora):
         assert run(load_run_config(file, named, recipe="distill")).loss == first["loss"]
 
 
+@pytest.mark.slow
 def test_prompts_alone_are_answered_and_a_share_of_the_rest(files, tmp_path):
     """Of kind prompt each is; of talks as many as asked, and the others train on what was said."""
     rows = [{"prompt": f"{n} - {n}?"} for n in range(20)]
@@ -296,6 +299,7 @@ def test_calls_and_tools_survive_a_teacher_s_file(tmp_path, suffix):
     assert parse("distillation", fields_of(raw.decode(), "distillation"), "") == sample
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_exported_as_transformers_reads_it(files, tmp_path):
     outcome = run(load_run_config(files / "run.json", changes("reward", tmp_path / "run"), recipe="reward"))
     theirs = AutoModelForSequenceClassification.from_pretrained(outcome.export).eval()
@@ -304,6 +308,7 @@ def test_a_reward_model_is_exported_as_transformers_reads_it(files, tmp_path):
     torch.testing.assert_close(ours(ids).scores, theirs(ids).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "change", "said"),
     [
@@ -322,6 +327,7 @@ def test_what_a_recipe_does_not_know_is_refused(files, tmp_path, recipe, change,
         run(load_run_config(files / "run.json", given, recipe=recipe))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [[], ["lora.r=2"]])
 def test_any_resume_point_is_exported_as_the_run_s_end_is(files, tmp_path, lora, capsys, monkeypatch):
     out = tmp_path / "run"

@@ -95,6 +95,7 @@ def test_two_nodes_train_as_one_process_does_also_where_the_job_was_stopped_and_
     assert cli.main(submitted(place, watch, out, cluster, "--env", "HOLD=1", "--detach")) == 0
     identity = jobs.find(out).id
     until(lambda: "holding at step 3" in jobs.logs(identity) or jobs.find(identity).status in ENDED)
+    assert jobs.find(identity).status not in ENDED, f"{jobs.find(identity)}: {jobs.logs(identity)}"
     with pytest.raises(InvalidRun, match="is in the hands of") as refused:
         jobs.submit(Submission("sft", {}, out, Placement(2, 2)))
     assert identity in refused.value.remedy
@@ -320,6 +321,7 @@ def test_a_command_that_is_one_process_is_submitted_without_actors(tmp_path, cap
     assert jobs_module._entry(run_).endswith('grpo "$config" ')
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_its_own_actors_leaves_them_the_cores(tmp_path, monkeypatch):
     """Also on more nodes than one: the job itself takes nothing, and a cluster of this machine has room for them."""
     file = grpo_file(tmp_path, placement={"policy": 2, "rollout": 2, "nodes": 2})

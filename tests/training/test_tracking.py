@@ -108,6 +108,7 @@ def test_a_misspelt_tracker_is_refused_with_the_nearest_name(tmp_path: Path) -> 
         trackers(["tensorbord"], tmp_path, RUN)
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_every_figure_and_after_a_resume_those_of_the_last_attempt(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -86,6 +86,7 @@ def test_a_key_too_many_ends_in_2_by_name_and_the_rest_is_not_run(tmp_path):
     assert [level.status for level in verdict.levels] == ["fail", "not run", "not run"]
 
 
+@pytest.mark.slow
 def test_a_config_that_only_ours_misreads_ends_in_1(tmp_path, monkeypatch):
     from dataclasses import replace
 

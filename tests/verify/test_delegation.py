@@ -69,6 +69,7 @@ def _checkpoint(tmp_path, family: str = "qwen3"):
     return reference, {"square": {"input_ids": inputs.input_ids}}
 
 
+@pytest.mark.slow
 def test_our_forward_runs_where_the_modelling_files_cannot_be_imported(tmp_path):
     reference, questions = _checkpoint(tmp_path)
     logits = isolated_logits(tmp_path, questions)["square"]

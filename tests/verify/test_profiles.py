@@ -55,6 +55,7 @@ def test_checks_of_one_level_and_case_fill_one_profile():
     assert [(one.level, len(one.layers), one.positions) for one in profiles] == [("V2", 1, [0.0]), ("V6", 0, [1.0])]
 
 
+@pytest.mark.slow
 def test_a_run_records_every_layer_and_position_of_every_case(verdict):
     by_level = {level: [one for one in verdict.profiles if one.level == level] for level in ("V2", "V6")}
     assert [one.case for one in by_level["V2"]] == [one.case for one in by_level["V6"]] == list(verdict.cases)
@@ -66,6 +67,7 @@ def test_a_run_records_every_layer_and_position_of_every_case(verdict):
     assert len(json.dumps([one.model_dump() for one in verdict.profiles])) < 40_000
 
 
+@pytest.mark.slow
 def test_the_profile_shows_where_a_planted_bug_begins():
     """A window one token too wide: positions up to the window agree, and so do the layers before the first sliding."""
     bug = next(bug for bug in CATALOGUE if bug.id == "G22a_window_plus_one")

@@ -40,6 +40,7 @@ def test_a_family_passes_every_level_but_the_config_sweep(family, seed):
     assert verdict.keys.missing == verdict.keys.unexpected == []
 
 
+@pytest.mark.slow
 def test_the_config_sweep_passes_and_lists_what_is_refused():
     verdict = run("qwen3", "V3", pool=POOL)
     assert verdict.exit_code == Exit.PASS
@@ -54,6 +55,7 @@ def test_the_config_sweep_passes_and_lists_what_is_refused():
     assert sum(item.kind == "live" for item in verdict.config) > 30
 
 
+@pytest.mark.slow
 def test_a_numeric_bug_ends_in_1_with_place_command_and_later_levels_not_run():
     def other_activation(model: Decoder) -> None:
         model.get_submodule("model.layers.1.mlp").activation = Activation.GELU  # type: ignore[assignment]
@@ -68,6 +70,7 @@ def test_a_numeric_bug_ends_in_1_with_place_command_and_later_levels_not_run():
     assert verdict.repro == "verify-bridge qwen3 --level V2 --only layer1 --seed 0"
 
 
+@pytest.mark.slow
 def test_keep_going_runs_every_level():
     def wrong(model: Decoder) -> None:
         with torch.no_grad():
@@ -99,6 +102,7 @@ def test_only_a_layer_still_shows_why_nothing_can_be_imported():
     assert {finding.check.partition("/")[2] for finding in verdict.levels[0].findings} == {"import plan"}
 
 
+@pytest.mark.slow
 def test_a_field_that_is_ignored_ends_in_3_and_is_named():
     def fixed(config: DecoderConfig) -> DecoderConfig:
         return replace(config, norm=replace(config.norm, eps=1e-6))
@@ -119,6 +123,7 @@ def test_a_bridge_that_refuses_the_family_ends_in_4():
     assert "hidden_size" in verdict.error
 
 
+@pytest.mark.slow
 def test_a_reference_with_a_dead_parameter_ends_in_5():
     def silence(model: nn.Module) -> None:
         with torch.no_grad():
@@ -172,6 +177,7 @@ def test_a_patch_lasts_as_long_as_the_run():
     assert layer.rms_norm is before is module.rms_norm
 
 
+@pytest.mark.slow
 def test_tightened_gates_are_applied_and_marked():
     verdict = run("qwen3", "V2", pool=POOL, gates=Gates().tightened(["V2=1e-18"]))
     assert not verdict.official
@@ -186,6 +192,7 @@ def test_only_restricts_a_run_and_marks_it_partial():
     assert 0 < sum(level.planned for level in verdict.levels) < 200
 
 
+@pytest.mark.slow
 def test_our_forward_also_agrees_from_a_process_without_transformers_models():
     verdict = run("gpt_oss", "V2", only=["isolated"], isolate=True, pool=POOL)
     assert verdict.exit_code == Exit.PASS

@@ -25,6 +25,7 @@ def pool() -> ReferencePool:
     return ReferencePool()
 
 
+@pytest.mark.slow
 def test_a_reward_model_passes_and_the_verdict_names_its_head() -> None:
     verdict = verify("qwen3", head="score")
     assert (verdict.exit_code, verdict.scope, verdict.head) == (Exit.PASS, "full", "score")
@@ -33,6 +34,7 @@ def test_a_reward_model_passes_and_the_verdict_names_its_head() -> None:
     assert family_lines(verdict)[0].startswith("qwen3 --head score  transformers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
 def test_soft_caps_experts_and_windows_of_the_backbone_pass_too(family: str) -> None:
     assert verify(family, head="score", level="V2,V5", only=["base"]).exit_code == Exit.PASS

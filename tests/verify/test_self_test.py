@@ -242,6 +242,7 @@ def test_a_refusal_is_no_kill():
 # ------------------------------------------------------------------ benign rewrites
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "id"),
     [
@@ -361,6 +362,7 @@ def test_a_catalogue_module_that_cannot_be_used_is_refused(monkeypatch, content,
         catalogue_with(["no_such_module"])
 
 
+@pytest.mark.slow
 def test_the_command_reports_a_survivor_and_leaves_out_what_does_not_concern_the_family(monkeypatch, tmp_path, capsys):
     """The untouched model is asked level V0 alone: that all of them pass is held elsewhere."""
     monkeypatch.setattr(planted, "CATALOGUE", (BY_ID["C01_gate_up_swapped"], BY_ID["O39a_sinks_ignored"]))
@@ -381,6 +383,7 @@ def test_the_command_reports_a_survivor_and_leaves_out_what_does_not_concern_the
     assert [kill["killed"] for kill in written["families"][0]["kills"]] == [True, False]
 
 
+@pytest.mark.slow
 def test_a_kill_matrix_says_which_other_levels_see_a_bug_and_which_do_not():
     pool = ReferencePool()
     swapped = plant("qwen3", BY_ID["C01_gate_up_swapped"], pool=pool, matrix="V0,V2,V6")

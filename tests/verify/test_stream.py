@@ -161,6 +161,7 @@ def _killed(folder: Path, work: Path) -> None:
     assert len(list(work.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was_and_gives_the_same_verdict(tmp_path):
     folder, work = _saved(tmp_path, "qwen3"), tmp_path / "work"
     straight = run_checkpoint(folder)
@@ -212,6 +213,7 @@ def test_a_state_is_used_only_for_what_it_was_made_of(change, tmp_path, monkeypa
     assert _first_layer(folder, work, **options) == (KILLED_AT if change == "nothing" else 1)
 
 
+@pytest.mark.slow
 def test_a_state_comes_back_as_it_was_written_and_only_by_its_fingerprint(tmp_path):
     written = Progress(2, {"text": torch.randn(1, 3, 4)}, {"text": torch.randn(1, 3, 4)}, {"text/layer0": 1e-7})
     file = StateFile(tmp_path / "work", tmp_path / "checkpoint[1]", "a")

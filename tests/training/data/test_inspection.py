@@ -69,6 +69,7 @@ def test_every_trap_is_named_with_its_count(report):
     assert "is a stop token" in report.warnings[0]
 
 
+@pytest.mark.slow
 def test_an_empty_block_of_reasoning_is_a_trap(tokenizer_folder, run_file, tmp_path):
     config = json.loads(run_file.read_text())["data"]
     config["sources"] = [{**config["sources"][0], "files": str(run_file.parent / "talks.jsonl")}]

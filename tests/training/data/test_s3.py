@@ -71,6 +71,7 @@ def sent(endpoint: str) -> int:
         return int(answer.read())
 
 
+@pytest.mark.slow
 def test_a_set_larger_than_the_buffer_streams_and_resumes_in_mid_shard(plan: Plan, endpoint: str) -> None:
     """Every row once, memory that does not grow, and a resume fetches what is left and no more."""
     size = sum(entry.size for entry in plan.listed().shards["web"])

@@ -165,6 +165,7 @@ def test_two_workers_of_another_loader_are_refused(plan: Plan) -> None:
         next(iter(twice))
 
 
+@pytest.mark.slow
 def test_errors_of_a_producer_arrive(plan: Plan, tmp_path: Path) -> None:
     """Its own with the row, and its death with the signal; the loader works again afterwards."""
     bad = write(tmp_path / "bad.jsonl", [{"input_ids": [1, 2]}, {"text": "no ids"}])

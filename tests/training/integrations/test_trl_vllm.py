@@ -50,6 +50,7 @@ def found(tmp_path_factory):
     return json.loads((place / "found.json").read_text())
 
 
+@pytest.mark.slow
 def test_vllm_follows_the_policy(found):
     """Experts and adapters: log-probabilities of what it samples are the policy's, sync after sync."""
     assert found["start"] < 1e-4

@@ -4,6 +4,7 @@ import time
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from bestiary.training.control import Interruption
 from bestiary.training.rl.algorithms import named
@@ -54,6 +55,7 @@ def run(out, rounds, *, until=None, **changes):
     return made
 
 
+@pytest.mark.slow
 def test_worlds_that_wait_are_sampled_ahead_within_the_bound_and_nothing_is_lost_at_a_stop(tmp_path):
     ages = []
     for until in (2, 5, None):

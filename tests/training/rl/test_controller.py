@@ -51,6 +51,7 @@ def whole():
     return found
 
 
+@pytest.mark.slow
 def test_a_run_stopped_after_every_round_is_the_run_that_was_not(tmp_path, whole):
     weights, trained, rows = whole[2]
     told = []
@@ -99,6 +100,7 @@ def test_whoever_dies_every_prompt_is_trained_once_and_to_the_same_weights(tmp_p
     assert steps == sorted(set(steps)) == [2, 4, 6]
 
 
+@pytest.mark.slow
 def test_a_role_that_dies_again_and_again_ends_the_run_with_a_resume_point(tmp_path):
     made = controller(tmp_path, dies={"reward": {"score": (2, 3, 4)}}, restarts=2, save_every=None)
     with pytest.raises(RoleLost, match="the reward died 3 times in round 1: the reward died in score") as caught:
@@ -280,6 +282,7 @@ def test_a_sync_that_breaks_off_is_tried_once_more(tmp_path):
         made.fit()
 
 
+@pytest.mark.slow
 def test_a_full_disk_names_itself_and_leaves_the_resume_points_before(tmp_path, monkeypatch):
     made = controller(tmp_path)
     write = checkpoints._write_json
@@ -299,6 +302,7 @@ def test_a_full_disk_names_itself_and_leaves_the_resume_points_before(tmp_path, 
     assert result(again)[1] == ONCE
 
 
+@pytest.mark.slow
 def test_sampling_ahead_keeps_its_bound_and_counts_every_prompt_once(tmp_path):
     ages, ahead = [], []
     for stop in range(5):
@@ -312,6 +316,7 @@ def test_sampling_ahead_keeps_its_bound_and_counts_every_prompt_once(tmp_path):
     assert result(made)[1] == {f"n{place}": 1 for place in range(10)}
 
 
+@pytest.mark.slow
 def test_a_run_that_ran_ahead_goes_on_without(tmp_path):
     controller(tmp_path, staleness=2, rounds=5, callbacks=[StopsAfter()]).fit()
     made = controller(tmp_path, rounds=5)
@@ -334,6 +339,7 @@ def test_what_was_sampled_ahead_is_two_rounds_old(tmp_path):
         late.fit()
 
 
+@pytest.mark.slow
 def test_a_lost_policy_takes_with_it_what_was_sampled_ahead(tmp_path):
     made = controller(tmp_path, staleness=1, rounds=4, dies={"policy": {"optim_step": (3,)}})
     made.fit()
@@ -385,6 +391,7 @@ def test_a_callback_that_ends_the_run_is_heard_beside_held_out_prompts(every):
     assert [step for step, values in made.log.rows if "eval/reward" in values] == [0, 1]
 
 
+@pytest.mark.slow
 def test_held_out_rewards_that_get_no_better_end_the_run_and_a_resume_remembers(tmp_path):
     def flat(one):
         return 0.5 if one.prompt_id.startswith("held out") else one.sample / 4

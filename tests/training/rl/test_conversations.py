@@ -142,6 +142,7 @@ def test_what_follows_a_call_is_the_same_whatever_was_thought_before_it(tools, f
         assert not heard.done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "told"),
     [

@@ -76,6 +76,7 @@ def test_without_an_environment_an_episode_is_the_answer_that_the_engine_gives_t
             assert one.extra["row"] == {"answer": len(prompt.ids) - 1}
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     batch=st.none() | st.integers(1, 5),
@@ -226,6 +227,7 @@ class World:
 """
 
 
+@pytest.mark.slow
 def test_an_environment_apart_is_ended_where_it_hangs_and_costs_its_episode_alone(tmp_path, monkeypatch):
     (tmp_path / "worlds_apart.py").write_text(WORLDS)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -104,6 +104,7 @@ class Stops:
         pass
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(place, tmp_path, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     told = tmp_path / "told.json"
@@ -146,6 +147,7 @@ def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(place, tmp_pa
         run(load_grpo_config(place / "run.json", [f"out={parts}", "algorithm.name=dapo"]))
 
 
+@pytest.mark.slow
 def test_episodes_that_their_world_ended_are_not_trained_and_too_many_end_the_run(place, tmp_path):
     given = [
         f"out={tmp_path}", "environment.name=evenness:World", "environment.options={turns: 2}", "loop.steps=2",
@@ -171,6 +173,7 @@ def test_episodes_that_their_world_ended_are_not_trained_and_too_many_end_the_ru
         assert one.trajectory.rewards.get("paid") is None if one in ended else one.trajectory.extra["turns"] == 2
 
 
+@pytest.mark.slow
 def test_held_out_prompts_have_a_file_of_their_own(place, tmp_path):
     rows = [{"prompt": f"{n} + {n}?", "place": n, "sum": 2 * n} for n in range(50, 55)]
     (place / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -195,6 +198,7 @@ def test_tools_of_a_run_are_named_in_its_file(place):
         load_grpo_config(place / "run.json", ["out=x", "environment={threads: 2}"])
 
 
+@pytest.mark.slow
 def test_prompts_in_another_tokenizers_ids_are_refused(place, tmp_path):
     other = tmp_path / "model"
     shutil.copytree(place / "model", other)

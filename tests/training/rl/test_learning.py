@@ -50,6 +50,7 @@ def undecided():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus"])
 def test_rewards_rise(name):
     """Two updates on every batch of answers, the second off policy."""

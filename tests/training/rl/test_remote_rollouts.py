@@ -58,6 +58,7 @@ def same(said, expected):
         np.testing.assert_allclose(one.log_probs, other.log_probs, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_spread_engines_answer_as_one_and_a_killed_one_is_replaced_alone(engine, rollouts):
     """After every sync, verified to the last tensor of both; the one that lives goes on living."""
     policy = small(seed=1)
@@ -121,6 +122,7 @@ def test_errors_cross_the_border_as_themselves(engine):
     assert "max_tokens" in caught.value.remedy
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_answer_is_lost(rollouts, engine):
     sync(small(seed=1), engine, 1)
     patient = replace(engine.members, timeout_s=1.0)

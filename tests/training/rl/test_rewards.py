@@ -156,6 +156,7 @@ def test_an_answer_has_the_texts_of_its_turns_and_no_stop_token():
     assert answer_of(several, None).text is None
 
 
+@pytest.mark.slow
 def test_a_failure_costs_its_own_answer_and_is_counted(faulty):
     """None of them is a zero, and a hung or dead process is replaced."""
     rewards = Rewards({"faulty": faulty}, max_errors=0.1, window=100)
@@ -217,6 +218,7 @@ def test_every_answer_gets_one_verdict_its_own(bad, rows, calls, count, alone):
 # ------------------------------------------------------------------ processes
 
 
+@pytest.mark.slow
 def test_a_hung_call_ends_with_its_process_and_all_that_it_started(functions):
     before = set(psutil.Process().children())
     isolated = Isolated(f"{functions}:child_process")
@@ -231,6 +233,7 @@ def test_a_hung_call_ends_with_its_process_and_all_that_it_started(functions):
     isolated.close()
 
 
+@pytest.mark.slow
 def test_a_process_does_not_outlive_whoever_started_it():
     code = (
         "import os, threading, time\n"
@@ -410,6 +413,7 @@ def published(**changes):
     return Qwen3(config, dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_read_with_its_head_and_takes_the_policys_ids_alone(tmp_path):
     policy = load("smollm")
     model = published(head=HeadKind.SCORE, num_labels=1, vocab_size=len(policy))

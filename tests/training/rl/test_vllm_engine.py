@@ -86,6 +86,7 @@ def planted(monkeypatch, model, change):
     monkeypatch.setattr(model, "named_hf_tensors", lambda: change(kept()))
 
 
+@pytest.mark.slow
 def test_after_every_step_and_sync_the_engine_says_what_the_policy_says(engine, policy):
     """Adapters merged on the way, the base untouched; before the sync it does not."""
     base = {name: value.clone() for name, value in policy.state_dict().items() if "lora" not in name}
@@ -342,6 +343,7 @@ def test_without_vllm_one_error_says_how_to_install_it(folder, monkeypatch):
         VllmEngine(folder)
 
 
+@pytest.mark.slow
 def test_a_sampler_has_the_engine_in_its_thread_and_asks_again_for_what_it_gave_up(engine, policy, monkeypatch):
     sync(policy, engine, 5)
     prompts = [Prompt(prompt_id=f"p{n}", ids=tuple(ids)) for n, ids in enumerate(PROMPTS)]
