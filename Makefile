@@ -39,7 +39,7 @@ test: .venv/.stamp-dev ## the whole test suite, one process a core (SELECT="-k w
 	$(tokenized)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(SELECT)
 
-test-fast: .venv/.stamp-dev ## of each test that is not slow one case (four and a half minutes on two cores)
+test-fast: .venv/.stamp-dev ## of each test that is not slow one case (two minutes on two cores)
 	$(tokenized)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --fast $(SELECT)
 

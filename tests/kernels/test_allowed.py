@@ -40,6 +40,7 @@ def dense(head: Case, words: Tensor, **logit_map: Any) -> tuple[Tensor, Tensor]:
     return rows.index_put((counts.nonzero()[:, 0],), chosen), rows.index_put((counts.nonzero()[:, 0],), entropy)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 6), st.integers(4, 130), st.integers(1, 4), st.integers(0, 2**16), st.sampled_from(list(MAPS)))
 def test_they_are_a_softmax_over_the_words_allowed(tokens: int, vocab: int, k: int, seed: int, logit_map: str) -> None:
     """Values, entropy and gradients, in both implementations of the core beneath."""

@@ -181,6 +181,7 @@ def test_a_window_of_one_token_returns_the_value() -> None:
         assert torch.equal(out, v.repeat_interleave(HEADS // KV_HEADS, dim=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_the_function(kind: str) -> None:
     """gradcheck in float64, queries, keys, values and sinks."""

@@ -11,6 +11,7 @@ from .operations import normal
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 127, 128, 129])
 @pytest.mark.parametrize("tokens", [1, 127, 129, 137])
 @torch.no_grad()

@@ -69,6 +69,7 @@ def trls(monkeypatch: pytest.MonkeyPatch, count: int) -> Loss:
     )
 
 
+@pytest.mark.slow
 def test_bf16_errors_are_the_rounding_of_the_result_for_any_number_of_chunks(
     monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:

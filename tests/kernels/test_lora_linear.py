@@ -341,6 +341,7 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("adapter", [torch.float64, torch.float32])
 def test_compiles_into_one_graph_for_every_length(adapter: torch.dtype) -> None:

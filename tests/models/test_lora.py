@@ -126,6 +126,7 @@ def test_the_product_is_added_to_the_weight(family: str) -> None:
     assert max_over_std(logits(model), logits(by_hand)) > 0.1
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     r=st.integers(1, 7),

@@ -185,6 +185,7 @@ def test_a_gradient_that_somebody_keeps_is_left_alone() -> None:
     assert not torch.allclose(copies[0], expected)
 
 
+@pytest.mark.slow
 def test_peak_memory_holds_one_gradient_of_the_weight_s_size() -> None:
     """Measured: what the dispatcher does not show, such as a sum that autograd makes out of place."""
     model = tiny("qwen3", torch.float32, vocab_size=400_000)

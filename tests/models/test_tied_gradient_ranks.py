@@ -22,6 +22,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tenso
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_have_the_gradients_of_one(family: str, wrapper: str, found: dict[str, dict[str, Tensor]]) -> None:

@@ -136,6 +136,7 @@ class TestSmolLM2:
         real("smollm2-135m")
         assert differs_from_transformers(assets.assemble("smollm2-135m"), monkeypatch) == []
 
+    @pytest.mark.slow
     def test_it_knows_the_capital_of_france(self):
         folder = real("smollm2-135m")
         tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)

@@ -162,6 +162,7 @@ def test_a_wrong_bit_of_the_export_is_found(run, monkeypatch):
     assert "model.norm.weight" in result["error"]
 
 
+@pytest.mark.slow
 def test_a_bridge_that_does_not_pass_ends_it(run, monkeypatch):
     """Logits of ours off by two percent: the verdict is numeric, and so is the demo's exit code."""
     forward = Decoder.forward
@@ -192,6 +193,7 @@ def test_a_run_that_learns_nothing_is_found(short, monkeypatch):
     assert "did not fall" in result["error"]
 
 
+@pytest.mark.slow
 def test_an_adapter_that_peft_reads_otherwise_is_found(short, monkeypatch):
     """PEFT with twice the scale."""
     load = PeftModel.from_pretrained
@@ -209,6 +211,7 @@ def test_an_adapter_that_peft_reads_otherwise_is_found(short, monkeypatch):
     assert "has other logits than ours" in result["error"]
 
 
+@pytest.mark.slow
 def test_a_merge_without_the_adapter_is_found(short, monkeypatch):
     """The bridge passes on it, for it is a good checkpoint of another model."""
     monkeypatch.setattr("bestiary.tools.demo_tuning.merge", lambda adapter, target: short.checkpoint)

@@ -170,6 +170,7 @@ def _made(root: Path) -> set[str]:
     return {name for path in sources(root) for name in _CALLED.findall(path.read_text(encoding="utf-8"))}
 
 
+@pytest.mark.slow
 def test_every_error_of_the_package_is_expected_by_a_test() -> None:
     met = expected_by_tests(ROOT / "tests") | set(RAISERS)
     made = _made(ROOT)

@@ -87,6 +87,7 @@ def test_no_fp32_island_in_models_and_kernels() -> None:
     assert _places(fp32_islands, "models", "kernels") == []
 
 
+@pytest.mark.slow
 def test_no_config_field_is_read_with_a_default() -> None:
     """Every field is read by name."""
     assert _places(config_defaults, *PORTIONS) == []

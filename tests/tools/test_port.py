@@ -104,6 +104,7 @@ def test_status_tells_the_next_command(started: Path, capsys: pytest.CaptureFixt
     assert told["next"].startswith("verify-bridge cwm")
 
 
+@pytest.mark.slow
 def test_new_refuses_a_family_that_is_there_and_a_folder_that_is_full(
     started: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

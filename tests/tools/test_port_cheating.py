@@ -83,6 +83,7 @@ def _check(port: Port, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     return code, capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_honest_port_breaks_no_rule(port: Port) -> None:
     assert file_findings(port) == []
 
@@ -202,6 +203,7 @@ def test_an_honest_family_depends_on_its_weights_and_tokens() -> None:
     assert constant_output(bridge, tiny_configs(bridge.reference)["base"], 3) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("by_heart", "found"), [(True, 1), (False, 0)])
 def test_answers_learnt_by_heart_are_told_from_answers_that_are_always_wrong(
     monkeypatch: pytest.MonkeyPatch, by_heart: bool, found: int

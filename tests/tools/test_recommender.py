@@ -30,6 +30,7 @@ def trained(found, out):
     return made
 
 
+@pytest.mark.slow
 def test_what_users_who_are_judged_did_changes_no_weight(tmp_path):
     """Other histories of theirs, and the same semantic ids and weights after both trainings."""
     found = walks()
@@ -65,6 +66,7 @@ def test_lists_leave_out_what_was_seen_and_popularity_is_no_oracle(tmp_path):
     assert judged.ndcg == pytest.approx(np.mean(judged.values))
 
 
+@pytest.mark.slow
 def test_the_command_says_what_every_seed_gained(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(recommender, "interactions", walks)
     file = tmp_path / "tiny.json"

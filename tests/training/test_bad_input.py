@@ -261,6 +261,7 @@ def test_memory_that_ends_in_a_step_leaves_the_step_before(place, tmp_path, caps
     assert [row["step"] for row in metrics(out)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_memory_that_ends_while_the_model_is_loaded_says_the_same(place, tmp_path, capsys, monkeypatch):
     def refused(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

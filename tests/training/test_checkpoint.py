@@ -41,6 +41,7 @@ def same(ours, theirs):
     return all(torch.equal(ours[name], theirs[name]) for name in theirs) and ours.keys() == theirs.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_run_resumed_after_every_step_is_the_uninterrupted_one_bit_for_bit(file, tmp_path, setting):
     """Twice in a row: every checkpoint is resumed, and what that run writes is resumed again."""
@@ -136,6 +137,7 @@ def test_another_base_is_refused(run, file):
         made.saver.resume(made)
 
 
+@pytest.mark.slow
 def test_other_data_is_refused(run, file, tmp_path):
     other = written(tmp_path, seed=7)
     with pytest.raises(StateMismatch, match=r"file tokens-0\.jsonl is gone"):

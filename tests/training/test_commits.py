@@ -109,6 +109,7 @@ def test_every_model_that_a_run_names_gets_its_commit(place, tmp_path, hub):
     assert split_revision(pinned_name(NAME)) == (NAME, NOW)
 
 
+@pytest.mark.slow
 def test_the_reference_is_of_the_commit_that_trains(place, tmp_path, hub):
     """And not of what the branch has become."""
     asked = config(place, tmp_path, "lora=null", f"model.revision={THEN}", recipe="dpo", file="run.yaml")

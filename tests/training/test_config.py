@@ -93,6 +93,7 @@ def test_a_file_that_is_none_is_said_so(tmp_path, name, text):
         load_run_config(file)
 
 
+@pytest.mark.slow
 @given(
     lr=st.floats(1e-9, 1.0),
     warmup=st.floats(0, 1e4),

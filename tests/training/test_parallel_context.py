@@ -23,6 +23,7 @@ def of(rank: int, size: int) -> Context:
     return Context(rank, size, cast(Any, None))
 
 
+@pytest.mark.slow
 @given(size=st.integers(2, 5), data=st.data())
 def test_every_token_is_computed_once_with_about_equal_work(size: int, data: st.DataObject) -> None:
     """And lies where the gather looks for it; causal pairs differ by no more than what uneven pieces make."""

@@ -79,6 +79,7 @@ def test_a_micro_batch_of_padding_has_a_graph_and_no_gradient(name):
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_policy_and_reference_agree_to_the_bit_at_the_first_step(dtype):
     """ln 2 a pair: live and stored with the same weights, adapters off where the adapters are fresh."""

@@ -185,6 +185,7 @@ def test_without_a_teacher_held_out_data_must_bring_its_words_too(stored, tmp_pa
         run(load_run_config(stored / "run.json", given, recipe="distill"))
 
 
+@pytest.mark.slow
 def test_a_teacher_s_file_holds_what_can_be_read_again(stored, tmp_path, monkeypatch):
     """No line longer than readers take, no words of a teacher that computes NaN, no file of few rows that were left."""
     given = changes("distill", "x")

@@ -31,6 +31,7 @@ def test_a_line_is_in_the_file_before_the_next_is_logged(tmp_path: Path) -> None
     tracker.close()
 
 
+@pytest.mark.slow
 @given(data=st.data(), written=st.integers(1, 8))
 def test_a_resumed_run_leaves_the_file_of_one_that_never_stopped(
     data: DataObject, written: int, tmp_path_factory: pytest.TempPathFactory

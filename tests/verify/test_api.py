@@ -30,6 +30,7 @@ def test_a_family_gives_its_verdict():
     assert [level.id for level in verdict.levels] == ["V0"]
 
 
+@pytest.mark.slow
 def test_a_failure_is_a_verdict_and_not_an_exception():
     assert verify("qwen3", level="V2", tighten=["V2=1e-18"]).exit_code == Exit.NUMERIC
 

@@ -21,6 +21,7 @@ def _concerned():
         yield from ((family, bug) for bug in BUGS if bug.concerns(bridge, configs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe"])
 def test_our_error_is_within_the_budget_for_another_seed(family):
     """The other two: among all levels, in `test_run`."""
@@ -44,6 +45,7 @@ def test_no_other_level_sees_it(bug):
     assert run(family, "V2,V6", cases=cases, mutate_ours=bug.ours, pool=POOL).exit_code == Exit.PASS
 
 
+@pytest.mark.slow
 def test_a_wrong_weight_breaks_the_budget():
     def worse(model: Decoder) -> None:
         model.model.layers[0].mlp.down_proj.weight.data.mul_(1.05)

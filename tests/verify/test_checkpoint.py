@@ -69,6 +69,7 @@ def test_given_tokens_are_used(tmp_path):
     assert verdict.exit_code == Exit.PASS
 
 
+@pytest.mark.slow
 def test_text_shorter_than_the_window_is_inconclusive(tmp_path):
     verdict = run_checkpoint(_saved(tmp_path, "gemma3_text"), token_ids=[3, 4, 5])
     assert verdict.exit_code == Exit.INCONCLUSIVE

@@ -80,6 +80,7 @@ def test_json_to_stdout_is_one_document(capsys):
     assert report.verdicts[0].levels[0].id == "V0"
 
 
+@pytest.mark.slow
 def test_several_families_share_one_report_and_one_line_each(tmp_path, capsys):
     target = tmp_path / "out.json"
     assert main(["qwen3", "gemma3", "--level", "V0", "--json", str(target), "--quiet"]) == 0
@@ -92,6 +93,7 @@ def test_several_families_share_one_report_and_one_line_each(tmp_path, capsys):
     assert lines[-1] == "exit 0"
 
 
+@pytest.mark.slow
 def test_a_failure_is_shown_with_the_command_that_repeats_it(capsys):
     arguments = ["qwen3", "--level", "V2", "--tighten", "V2=1e-18", "--quiet"]
     assert main(arguments) == 1

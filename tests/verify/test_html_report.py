@@ -212,6 +212,7 @@ def brightness(colour: tuple[int, ...]) -> float:
     return sum(colour) / len(colour)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["pass", "fail", "several", "self-test", "hostile"])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 TARGET = "--verify-bridge=qwen3"
 LIGHT = "import sys\n\ndef test_light(): assert not {'torch', 'pydantic'} & set(sys.modules)\n"
 OWN = "def test_own_V0(): pass\n"
@@ -91,7 +92,6 @@ def sessions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Session]:
     return {name: read(folder / name) for name in SESSIONS}
 
 
-@pytest.mark.slow
 def test_a_family_is_one_test_a_level(sessions):
     session = sessions["listed"]
     names = [line for line in session.out.splitlines() if line.startswith("verify-bridge[qwen3]::")]
@@ -106,7 +106,6 @@ def test_levels_are_chosen_by_option_and_by_keyword_beside_the_tests_of_a_port(s
     assert session.code == pytest.ExitCode.OK
 
 
-@pytest.mark.slow
 def test_a_divergence_fails_its_level_and_shows_the_verdict_without_a_traceback(sessions):
     session = sessions["divergence"]
     lines = ["*first divergence*", "*verify-bridge qwen3 --level V2*", "exit 1  numeric*", "*1 failed, 1 passed*"]
@@ -121,7 +120,6 @@ def test_an_unknown_target_or_level_is_wrong_usage_and_no_empty_success(sessions
     assert error in session.err
 
 
-@pytest.mark.slow
 def test_the_fixture_returns_the_verdict_and_fails_the_test_unless_it_passes(sessions):
     session = sessions["fixture"]
     assert session.shows("*NotVerified*", "*exit 1  numeric*", "*1 failed, 1 passed*"), session.out

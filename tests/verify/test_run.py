@@ -25,6 +25,7 @@ def _level(verdict: Verdict, name: str):
     return next(level for level in verdict.levels if level.id == name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "seed"), [("qwen3", 123), ("gemma3_text", 0), ("qwen3_moe", 0), ("gpt_oss", 123)])
 def test_a_family_passes_every_level_but_the_config_sweep(family, seed):
     """Two of them under another seed than everywhere else.
@@ -154,6 +155,7 @@ def test_a_borrowed_module_ends_in_6():
     assert verdict.exit_code == Exit.TAMPERING
 
 
+@pytest.mark.slow
 def test_a_mutated_reference_is_compared_with_ours_unchanged():
     def other(side: TheirSide) -> None:
         side.raw(lambda raw: {**raw, "rms_norm_eps": 0.5})
@@ -215,6 +217,7 @@ def test_an_unknown_family_lists_the_known_ones():
         run("frobnicator")
 
 
+@pytest.mark.slow
 def test_a_config_from_a_file_takes_the_place_of_the_tiny_ones():
     raw = {
         "model_type": "qwen3",

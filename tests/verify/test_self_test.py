@@ -102,6 +102,7 @@ def test_causes_differ():
     assert len({bug.cause for bug in CATALOGUE}) == len(CATALOGUE)
 
 
+@pytest.mark.slow
 def test_every_bug_concerns_a_family_and_every_family_has_at_least_34():
     concerned = {family: _concerned(family) for family in REGISTERED}
     assert set().union(*concerned.values()) == set(BY_ID)
@@ -197,6 +198,7 @@ def test_a_bug_whose_effect_shows_on_one_config_only_is_planted_there():
     assert kill.causes == ["C08a_eps_hard_coded"]
 
 
+@pytest.mark.slow
 def test_the_same_bug_under_another_seed_is_killed_and_named():
     kill = plant("gpt_oss", BY_ID["O40b_yarn_attention_factor_missing"], seed=91)
     assert kill.killed

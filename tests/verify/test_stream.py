@@ -47,6 +47,7 @@ def _layers_run(lines: list[str]) -> list[int]:
 # ------------------------------------------------------------------ memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_never_more_than_one_layer_of_one_side_is_in_memory(family, tmp_path, monkeypatch):
     """Counted over every Parameter alive in the process, whoever holds it."""

@@ -69,6 +69,7 @@ def test_a_field_is_classified_by_what_it_does(family, field, value, kind):
     assert _kind(family, field, value) is kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_key_of_a_scaled_rope_acts_at_the_probe(family):
     """Configs under which a key is dead could not tell a bridge that ignores it; `alpha` is HunYuan's alone."""

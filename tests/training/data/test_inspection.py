@@ -173,6 +173,7 @@ def browser():
     one.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280], ids=["phone", "desk"])
 def test_a_browser_shows_the_page(browser, report, tmp_path, width, dark):

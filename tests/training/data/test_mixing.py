@@ -42,6 +42,7 @@ def test_document_shares_follow_the_weights() -> None:
     assert "c" not in choices
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 50), min_size=200, max_size=200), st.sampled_from([1.0, 0.05]))
 def test_token_shares_are_right_to_within_a_document(lengths: list[int], small: float) -> None:
     """Whatever the lengths: the documents of `a` are ten times as long here."""

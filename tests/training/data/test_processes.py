@@ -78,6 +78,7 @@ def test_killed_and_resumed(trainers: "subprocess.Popen[str]", tmp_path: Path, w
     assert not any(map(alive, producers))
 
 
+@pytest.mark.slow
 def test_world_size_one_two_one(trainers: "subprocess.Popen[str]", tmp_path: Path) -> None:
     """The global steps stay what they are, though a rank has a producer and the other none."""
     expected, each = digests(tmp_path), STREAMS // 2

@@ -36,6 +36,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return written
 
 
+@pytest.mark.slow
 @given(streams=st.integers(1, 7), block=st.integers(1, 9), shuffle=st.booleans(), seed=st.integers(0, 3))
 def test_every_row_comes_once_an_epoch(files: list[str], streams: int, block: int, shuffle: bool, seed: int) -> None:
     """Divided by file (up to four streams) and by row."""

@@ -34,6 +34,7 @@ def accelerator() -> Accelerator:
     return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_trains_as_transformers_model(lora: bool, src: Path, tmp_path: Path) -> None:
     """Losses of three steps and the first gradients; also alike for 1, 2 and 4 micro-batches of a step."""

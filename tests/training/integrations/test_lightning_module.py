@@ -48,6 +48,7 @@ def fit(model: Any, out: Path, total: int, accumulate: int = 2, **options: Any) 
     return seen.found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_trains_as_transformers_model(lora: bool, src: Path, tmp_path: Path) -> None:
     """Losses of three steps and the first gradients; also alike for 1, 2 and 4 micro-batches of a step."""

@@ -36,6 +36,7 @@ def start(src: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_trains_as_on_transformers_model(src: Path, start: Path, tmp_path: Path) -> None:
     """Losses of three steps and the first gradients; also alike for 1, 2 and 4 micro-batches of a step."""
     first = None

@@ -16,7 +16,7 @@ from ...machine import NEEDS_VLLM
 from ...models.tiny import tiny_config
 from .tiny_checkpoint import tokenizer
 
-pytestmark = NEEDS_VLLM
+pytestmark = [pytest.mark.slow, NEEDS_VLLM]
 SCRIPT = Path(__file__).with_name("vllm_sync.py")
 
 
@@ -50,7 +50,6 @@ def found(tmp_path_factory):
     return json.loads((place / "found.json").read_text())
 
 
-@pytest.mark.slow
 def test_vllm_follows_the_policy(found):
     """Experts and adapters: log-probabilities of what it samples are the policy's, sync after sync."""
     assert found["start"] < 1e-4

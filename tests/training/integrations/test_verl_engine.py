@@ -99,6 +99,7 @@ def test_a_rollout_engine_gets_hub_names_and_merged_weights(lora: bool, src: Pat
             assert torch.equal(logits(mine.module), logits(AutoDecoder.from_pretrained(src)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_resumes_as_if_never_stopped(lora: bool, src: Path, tmp_path: Path) -> None:
     """From verl's own checkpoint, bit for bit."""

@@ -67,6 +67,7 @@ def test_worlds_that_wait_are_sampled_ahead_within_the_bound_and_nothing_is_lost
     assert result(made)[1] == {f"n{place}": 1 for place in range(21)}
 
 
+@pytest.mark.slow
 def test_without_running_ahead_threads_change_nothing(tmp_path):
     one, other = run(None, 2), run(None, 2)
     for (name, ours), theirs in zip(result(one)[0].items(), result(other)[0].values(), strict=True):
@@ -74,6 +75,7 @@ def test_without_running_ahead_threads_change_nothing(tmp_path):
     assert one.log.of("rl/staleness_max") == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_takes_the_primitives_alone():
     """What the controller's page promises, with a rule that it has not: prompts that grow longer."""
     actor, scorer, algorithm = policy(flat=True, rate=5e-3), Even(), named("rloo")

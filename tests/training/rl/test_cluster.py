@@ -10,6 +10,7 @@ from bestiary.training.rl import cluster
 from bestiary.training.rl.cluster import Watch
 
 
+@pytest.mark.slow
 def test_a_head_that_takes_no_connections_any_more_is_gone(monkeypatch):
     monkeypatch.setattr(cluster, "EVERY_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as head:

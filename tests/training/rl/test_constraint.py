@@ -119,6 +119,7 @@ def test_items_come_as_often_as_the_constrained_model_says():
     assert np.abs(seen - said).sum() / 2 < 0.05  # by chance 0.015
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.sets(st.tuples(*[st.integers(0, 4)] * 3), min_size=1, max_size=12), st.integers(0, 99))
 def test_of_any_catalogue(items, seed):
@@ -137,6 +138,7 @@ class Pairs:
         return np.array([9, 6 if len(beginning) % 2 else 4, 9])
 
 
+@pytest.mark.slow
 def test_stop_ids_end_a_constrained_answer_and_max_tokens_cuts_it_off():
     model = tiny("qwen3", torch.float32)
     sampling = Sampling(max_tokens=3, temperature=3.0, stop_ids=(9,), n=40, constraint=Pairs())

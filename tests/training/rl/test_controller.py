@@ -134,6 +134,7 @@ class Elsewhere:
         return found
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_behind_its_books_leaves_no_resume_point_that_contradicts_itself(tmp_path):
     made = controller(tmp_path, more={"loop": LoopSection(max_skips=1)}, algorithm=named("dapo"))
     made.roles.scorer.says = lambda one: 1.0
@@ -147,6 +148,7 @@ def test_a_step_that_fails_behind_its_books_leaves_no_resume_point_that_contradi
     assert result(again)[1] == ONCE
 
 
+@pytest.mark.slow
 def test_weights_come_while_nothing_is_sampled_also_to_an_engine_that_is_new(tmp_path):
     made = controller(tmp_path, dies={"rollout": {"generate": (2, 4, 6)}})
     sync, sampler = made.roles.policy.sync, made.roles.sampler
@@ -207,6 +209,7 @@ def test_equal_rewards_are_steps_that_are_skipped_and_bounded(tmp_path):
     assert [values["rl/equal_groups"] for _, values in made.log.rows] == [1, 1]
 
 
+@pytest.mark.slow
 def test_groups_that_say_nothing_are_refilled_and_used_up(tmp_path):
     """Prompts of even places have equal rewards: a round looks for others in their place, a bounded number of times."""
     made = controller(tmp_path, rounds=2, refill=3, algorithm=named("dapo"), updates=2)

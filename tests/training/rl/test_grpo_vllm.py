@@ -18,7 +18,7 @@ from bestiary.training.rl.weight_sync import SyncFailed, sync
 
 from ...machine import NEEDS_VLLM
 
-pytestmark = NEEDS_VLLM
+pytestmark = [pytest.mark.slow, NEEDS_VLLM]
 ROUNDS, FULL = 3, 1e-4
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 TASK = Sorting(
@@ -110,7 +110,6 @@ def planted(monkeypatch):
     return plant
 
 
-@pytest.mark.slow
 def test_log_probabilities_of_engine_and_policy_agree_after_every_sync(run):
     """In float32; the policy moves in every round, and the engine with it."""
     rows = run()
@@ -158,7 +157,6 @@ def test_another_temperature_ends_the_run_before_anything_is_trained(run, monkey
     assert run(WrongTemperature, r"sampled at temperature 0\.5 and are trained at 0\.9") == []
 
 
-@pytest.mark.slow
 def test_ids_that_were_changed_on_the_way_end_the_run_before_they_are_trained(run, monkeypatch):
     """One token of one answer in the second round, as decoding and encoding makes it."""
     calls, generate = itertools.count(1), VllmEngine.generate

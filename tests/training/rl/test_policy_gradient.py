@@ -23,6 +23,7 @@ def recipe(name, **more):
     return PolicyGradient(named(name, kl_coef=0.1, **constant), **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_neither_packing_nor_accumulation_nor_masked_answers_change_a_gradient(name):
     """One pack, several, and one with answers behind that are not trained; in every family for one algorithm."""

@@ -25,6 +25,7 @@ from bestiary.training.rl.workers import RolloutWorker
 from ..ray_session import session as session  # the fixture
 from .small_checkpoint import PROMPTS, small, stored
 
+pytestmark = pytest.mark.slow
 SAMPLING = Sampling(max_tokens=6, temperature=1.3, stop_ids=(3, 40, 90), n=2, seed=4)
 
 
@@ -58,7 +59,6 @@ def same(said, expected):
         np.testing.assert_allclose(one.log_probs, other.log_probs, rtol=1e-9)
 
 
-@pytest.mark.slow
 def test_spread_engines_answer_as_one_and_a_killed_one_is_replaced_alone(engine, rollouts):
     """After every sync, verified to the last tensor of both; the one that lives goes on living."""
     policy = small(seed=1)
@@ -122,7 +122,6 @@ def test_errors_cross_the_border_as_themselves(engine):
     assert "max_tokens" in caught.value.remedy
 
 
-@pytest.mark.slow
 def test_a_process_that_does_not_answer_is_lost(rollouts, engine):
     sync(small(seed=1), engine, 1)
     patient = replace(engine.members, timeout_s=1.0)

@@ -178,6 +178,7 @@ def test_what_a_teacher_says_from_elsewhere_is_bit_for_bit_what_it_says_here(top
     )
 
 
+@pytest.mark.slow
 def test_a_teacher_that_dies_again_and_again_ends_the_run():
     teacher = tiny("qwen3", torch.float32)
     group = Group(teacher, range(1, 100))
