@@ -87,7 +87,7 @@ def until(condition, seconds=120):
 
 
 def holding(jobs, out, submit):
-    """The id of a job that waits behind its third step. One that ended before it began is shown, and submitted again:
+    """The id of a job that waits behind its third step. One that ended before it began is submitted again:
     on a machine under load a cluster may lose a job's first process."""
     for _ in range(3):
         assert submit() == 0
