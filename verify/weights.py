@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SMALL = 2**17
-"""Elements of a tensor up to which its values are kept: models of one seed are built again and again."""
+SMALL = 2**14
+"""Elements of a tensor up to which its values are kept, a thousand of them: models of one seed are built again."""
 
 
 def _draw(name: str, shape: torch.Size, seed: int) -> Tensor:

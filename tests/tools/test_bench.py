@@ -119,13 +119,3 @@ def test_wrong_usage_exits_seven(module, capsys):
         module.main(["--rounds", "1"])
     assert caught.value.code == 7
     assert "1 is below 2" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("module", [load, head])
-def test_help_has_an_example(module, capsys):
-    with pytest.raises(SystemExit) as caught:
-        module.main(["--help"])
-    assert caught.value.code == 0
-    printed = capsys.readouterr().out
-    assert "examples:\n  python -m" in printed
-    assert "exit codes" in printed

@@ -421,7 +421,7 @@ def test_a_worker_that_hangs_is_killed():
         process.run_worker("bestiary.tools.bench.moe", {"arm": "control", "size": 64, "threads": 1}, timeout=0.01)
 
 
-@pytest.mark.parametrize("name", [*MODULES, "gpu", "__main__"])
+@pytest.mark.parametrize("name", [*MODULES, "load", "head", "gpu", "__main__"])
 def test_help_has_an_example(name, capsys):
     module = importlib.import_module(f"bestiary.tools.bench.{name}")
     with pytest.raises(SystemExit) as caught:
