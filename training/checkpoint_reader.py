@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -56,7 +56,17 @@ class _MemoryFormat:
     __hash__ = None  # type: ignore[assignment]
 
 
+def _member(_: object, name: str) -> _MemoryFormat:
+    """What Python up to 3.11.3 writes of a member of an Enum: the attribute `name` of its class."""
+    found = metadata._MEM_FORMAT_ENCODING.__members__.get(name)
+    if found is None:
+        raise pickle.UnpicklingError(f"it asks for the attribute {name}")
+    return _MemoryFormat(found.value)
+
+
 _CALLED: dict[tuple[str, str], Callable[..., Any]] = {
+    (_FORMAT, "_MEM_FORMAT_ENCODING"): _MemoryFormat,
+    ("builtins", "getattr"): _member,
     ("torch.serialization", "_get_layout"): _get_layout,
     ("torch", "Size"): torch.Size,
     **{(module, name): PurePosixPath for module in ("pathlib", "pathlib._local") for name in _PATHS},
@@ -65,10 +75,6 @@ _CALLED: dict[tuple[str, str], Callable[..., Any]] = {
 
 class _Unpickler(pickle.Unpickler):
     """Looks up what torch's metadata is made of and nothing else."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
-        self._formats = _stand_in(_MemoryFormat)
 
     def find_class(self, module: str, name: str) -> Any:
         """A dtype, or a class that makes what the one of that name makes.
@@ -82,17 +88,7 @@ class _Unpickler(pickle.Unpickler):
             return _stand_in(partial(object.__new__, record))  # torch fills them, and calls none with arguments
         if (called := _CALLED.get((module, name))) is not None:
             return _stand_in(called)
-        if (module, name) == (_FORMAT, "_MEM_FORMAT_ENCODING"):
-            return self._formats
-        if (module, name) == ("builtins", "getattr"):  # as Python up to 3.11.3 writes a member of an Enum
-            return _stand_in(self._member)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-
-    def _member(self, kind: object, name: object) -> _MemoryFormat:
-        found = metadata._MEM_FORMAT_ENCODING.__members__.get(str(name))
-        if kind is not self._formats or found is None:
-            raise pickle.UnpicklingError(f"it asks for the attribute {name} of {kind}")
-        return _MemoryFormat(found.value)
 
 
 def _stand_in(make: Callable[..., Any]) -> type:

@@ -207,7 +207,7 @@ def attribute_of_a_class(folder: Path, mark: Path) -> None:
     (folder / METADATA).write_bytes(named % (b"_MEM_FORMAT_ENCODING", b"mro") + b"(tR.")
     with pytest.raises(CheckpointRefused, match="it asks for the attribute mro"):
         ResumePointReader(folder).read_metadata()
-    (folder / METADATA).write_bytes(named % (b"Metadata", b"__init__") + b"(tR.")
+    (folder / METADATA).write_bytes(named % (b"Metadata", b"TORCH_CONTIGUOUS_FORMAT") + b".")
     ResumePointReader(folder).read_metadata()
 
 
