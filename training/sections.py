@@ -27,19 +27,61 @@ def read_mapping(file: Path, error: type[BestiaryError]) -> dict[str, Any]:
     """The content of a YAML or JSON file, which is a mapping.
 
     Raises:
-        error: the file is missing, is not readable as what its name says, or is no mapping.
+        error: the file is missing, is not readable as what its name says, names a key twice, or is no mapping.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # editors put a mark in front that JSON has no place for
     except OSError as problem:
         raise error(f"the run's file cannot be read ({problem.strerror}).", read_from=str(file)) from problem
+    except UnicodeDecodeError as problem:
+        raise error(
+            f"byte {problem.start} is no UTF-8: {problem.object[problem.start : problem.start + 1]!r}.",
+            read_from=str(file),
+            remedy="save the file as UTF-8",
+        ) from problem
     try:
-        whole = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as problem:
+        whole = json.loads(text, object_pairs_hook=_once) if file.suffix == ".json" else _yaml(text)
+    except (json.JSONDecodeError, _Twice, yaml.YAMLError) as problem:
         raise error(f"not readable as {file.suffix[1:] or 'yaml'}: {problem}", read_from=str(file)) from problem
     if not isinstance(whole, Mapping):
         raise error("the file is no mapping of sections.", read_from=str(file), remedy="data: {…}, optim: {…}, …")
     return dict(whole)
+
+
+class _Twice(ValueError):
+    """A key stands twice in one mapping, of which the last would count and the first be lost without a word."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _Twice(f"the key {key!r} stands twice in one mapping")
+        found[key] = value
+    return found
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, which refuses what `_once` refuses; what `<<` brings may be overruled."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge")]
+        seen: set[tuple[str, str]] = set()
+        for key in keys:
+            if (key.tag, key.value) in seen:
+                raise _Twice(
+                    f"the key {key.value!r} stands twice in one mapping, again in line {key.start_mark.line + 1}"
+                )
+            seen.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
+
+
+def _yaml(text: str) -> Any:
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def validated(section: type[S], value: Any, *, place: str, read_from: str, error: type[BestiaryError]) -> S:

@@ -46,6 +46,7 @@ def test_what_a_run_saves_of_itself_is_the_same_run(tmp_path):
         ("modle.src=x", r"modle is no known key(.|\n)*did you mean model\?"),
         ("data.sources.0.kinds=text", r"data\.sources\.0\.kinds is no known key(.|\n)*did you mean kind\?"),
         ("optim.lr=-1", r"optim\.lr = -1: .*greater than 0"),
+        ("optim.betas=[0.9,1.5]", r"optim\.betas\.1 = 1\.5: .*less than 1"),
         ("optim.name=adam", r"optim\.name = 'adam': .*'adamw'"),
         ("loop.steps=null", r"neither loop\.steps nor data\.epochs"),
         ("optim", r"'optim' is no change"),
@@ -82,6 +83,41 @@ def test_checkpointing_reaches_the_model_as_it_is_written(tmp_path):
     model = load_run_config(written(tmp_path), changes).model
     assert model.recomputes == Checkpointing(part=Part.MLP, every=2, first=5)
     assert load_run_config(written(tmp_path)).model.recomputes is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.json", '{"optim": {"lr": 1}, "optim": {"name": "sgd"}}'),
+        ("run.yaml", "out: a\noptim: {lr: 1}\noptim: {name: sgd}"),
+        ("run.yaml", "out: a\noptim:\n  lr: 1\n  'lr': 2"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused(tmp_path, name, text):
+    """JSON and YAML would take the last one, and the first be lost without a word."""
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(InvalidRun, match=r"the key '(optim|lr)' stands twice"):
+        load_run_config(file)
+
+
+def test_what_a_merge_of_yaml_brings_may_be_overruled(tmp_path):
+    file = tmp_path / "run.yaml"
+    text = yaml.safe_dump({**SMALL, "optim": {"lr": 1e-4, "warmup": 5}}).replace("optim:", "optim: &same")
+    file.write_text(text + "tracking: {project: x}\n")
+    assert load_run_config(file).optim.warmup == 5
+    merged = text.replace("&same", "\n  <<: {lr: 0.5, eps: 0.25}")
+    file.write_text(merged)
+    assert (load_run_config(file).optim.lr, load_run_config(file).optim.eps) == (1e-4, 0.25)
+
+
+def test_a_file_in_another_encoding_is_named_and_a_mark_of_utf_8_is_none(tmp_path):
+    file = tmp_path / "run.json"
+    file.write_bytes(json.dumps(SMALL).replace("runs/a", "caf\xe9").encode("latin-1").replace(b"\\u00e9", b"\xe9"))
+    with pytest.raises(InvalidRun, match=r"byte \d+ is no UTF-8: b'\\xe9'(.|\n)*save the file as UTF-8"):
+        load_run_config(file)
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps(SMALL).encode())
+    assert str(load_run_config(file).out) == "runs/a"
 
 
 @pytest.mark.parametrize(("name", "text"), [("run.yaml", "a: ["), ("run.json", "{"), ("run.yaml", "- 1"), (None, "")])
