@@ -233,7 +233,8 @@ class RowEncoder:
                 texts += ["", sample.text]
             else:
                 raise SampleRefused(f"{place}: expected a sample of kind {self.kind}.")
-        pieces = self.tokenizer.encode_texts(texts, bos=False, neutralise=self.neutralise)
+        going_on = [bool(place % 2 and texts[place - 1]) for place in range(len(texts))]
+        pieces = self.tokenizer.encode_texts(texts, bos=False, neutralise=self.neutralise, going_on=going_on)
         front = [self.tokenizer.bos_id] if self.tokenizer.adds_bos else []
         made = []
         for prompt, answer in zip(pieces[::2], pieces[1::2], strict=True):

@@ -76,6 +76,7 @@ class BaseHFModelTokenizer:
         self._special = {token.content: index for index, token in sorted(added.items()) if token.special}
         self.control = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or "(?!)")
         text = chat_template if chat_template is not None else hf.chat_template
+        self._rendered = text
         self.template: ChatTemplate | None = None
         self.arguments = arguments or TemplateArguments()
         if text:
@@ -174,11 +175,17 @@ class BaseHFModelTokenizer:
         """Places inside control tokens that a text spells out; cut there, they stay text."""
         return [match.start() + 1 for match in self.control.finditer(text)]
 
-    def encode_pieces(self, texts: Sequence[str], cuts: Sequence[Sequence[int]]) -> list[list[Any]]:
+    def encode_pieces(
+        self, texts: Sequence[str], cuts: Sequence[Sequence[int]], going_on: Sequence[bool] | None = None
+    ) -> list[list[Any]]:
         """The engine's encodings of texts cut into pieces, all in one batch; no token is added.
+
+        SentencePiece puts a space in front of every text that it is given. A piece behind a cut, or behind another
+        text, gets none: decoded in a row they are the texts, no more and no less.
 
         Args:
             cuts: for each text, ascending places where it is cut.
+            going_on: for each text, whether it stands behind another one; default none does.
         Raises:
             SampleRefused: a text with half of a surrogate pair, which JSON can spell and no encoding has.
         """
@@ -189,14 +196,16 @@ class BaseHFModelTokenizer:
         self._engine.encode_special_tokens = False
         flat: list[str] = []
         counts: list[int] = []
-        for text, places in zip(texts, cuts, strict=True):
-            if not places:
-                flat.append(text)
-                counts.append(1)
-                continue
+        behind: list[int] = []  # pieces that go on
+        for number, (text, places) in enumerate(zip(texts, cuts, strict=True)):
             edges = [0, *places, len(text)]
+            if self._anchor is not None:
+                goes_on = going_on is not None and going_on[number]
+                behind += range(len(flat) + (not goes_on), len(flat) + len(edges) - 1)
             flat += [text[a:b] for a, b in pairwise(edges)]
             counts.append(len(edges) - 1)
+        for place in behind:
+            flat[place] = f"{self._anchor}{flat[place]}"
         try:
             encoded = self._engine.encode_batch(flat, add_special_tokens=False)
         except TypeError as error:
@@ -204,16 +213,41 @@ class BaseHFModelTokenizer:
             if refused is None:
                 raise
             raise refused from error
+        for place in behind:
+            encoded[place] = _behind(encoded[place], self._anchor or "", self._anchor_ids)
         made, at = [], 0
         for count in counts:
             made.append(encoded[at : at + count])
             at += count
         return made
 
-    def encode_texts(self, texts: Sequence[str], *, bos: bool = True, neutralise: bool = True) -> list[Ids]:
+    @cached_property
+    def _anchor(self) -> str | None:
+        """What to encode in front of a text that goes on, so that it gets no space; None where none is put."""
+        if self._tokens_of("a")[:1] == "a":
+            return None
+        end = self._tokens_of("\na").removeprefix(self._tokens_of("\n"))
+        return "\n" if end == "a" else None
+
+    @cached_property
+    def _anchor_ids(self) -> list[int]:
+        return list(self._engine.encode(self._anchor or "", add_special_tokens=False).ids)
+
+    def _tokens_of(self, text: str) -> str:
+        return "".join(self._engine.encode(text, add_special_tokens=False).tokens)
+
+    def encode_texts(
+        self,
+        texts: Sequence[str],
+        *,
+        bos: bool = True,
+        neutralise: bool = True,
+        going_on: Sequence[bool] | None = None,
+    ) -> list[Ids]:
         """Ids of plain texts.
 
         Args:
+            going_on: for each text, whether it stands behind another one, see `encode_pieces`.
             bos: put one beginning-of-sequence token in front, if that is the tokenizer's convention.
             neutralise: control tokens that a text spells out stay text; else they become the tokens.
 
@@ -226,7 +260,7 @@ class BaseHFModelTokenizer:
         cuts = [self.cuts_of(text) if neutralise else [] for text in texts]
         front = [self.bos_id] if bos and self.adds_bos else []
         made = []
-        for pieces in self.encode_pieces(texts, cuts):
+        for pieces in self.encode_pieces(texts, cuts, going_on):
             ids = [index for piece in pieces for index in piece.ids]
             if front and ids[:1] == front:  # a text that was rendered before, with its own
                 ids = ids[1:]
@@ -283,7 +317,8 @@ class BaseHFModelTokenizer:
     ) -> Ids:
         """What serving sends to the model for the next answer: the rendered conversation and the generation prompt.
 
-        Where no text spells out control tokens these are the ids of `apply_chat_template(add_generation_prompt=True)`.
+        Where no text spells out control tokens these are the ids of `apply_chat_template(add_generation_prompt=True)`,
+        with the tokenizer's beginning-of-sequence token in front where the template has none.
         """
         from bestiary.training.data.turns import cut_places
 
@@ -304,6 +339,14 @@ class BaseHFModelTokenizer:
         return self.checked(np.array(ids, dtype=np.int32))
 
     # Identity
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write what AutoTokenizer reads, with the chat template that is rendered here, whosever it was."""
+        own, self.hf.chat_template = self.hf.chat_template, self._rendered
+        try:
+            self.hf.save_pretrained(folder)
+        finally:
+            self.hf.chat_template = own
 
     def forget_fingerprint(self) -> None:
         """To be called after tokens were added: the fingerprint is made anew."""
@@ -331,6 +374,41 @@ class BaseHFModelTokenizer:
             stops=tuple(sorted(self.stop_ids)),
             versions=versions(),
         )
+
+
+class _Behind:
+    """An encoding without the anchor that stood in front of its text, as far as encodings are read here."""
+
+    def __init__(self, encoding: Any, tokens: int, characters: int) -> None:
+        self._encoding, self._tokens, self._characters = encoding, tokens, characters
+        self.ids: list[int] = encoding.ids[tokens:]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def char_to_token(self, place: int) -> int | None:
+        """The token that holds a character of the text."""
+        found = self._encoding.char_to_token(place + self._characters)
+        return None if found is None else found - self._tokens
+
+    def token_to_chars(self, token: int) -> tuple[int, int]:
+        """The characters of a token."""
+        start, end = self._encoding.token_to_chars(token + self._tokens)
+        return start - self._characters, end - self._characters
+
+
+def _behind(encoding: Any, anchor: str, ids: list[int]) -> _Behind:
+    """The encoding of what stands behind the anchor.
+
+    Raises:
+        SampleRefused: the anchor became one token with it.
+    """
+    if encoding.ids[: len(ids)] != ids:
+        raise SampleRefused(
+            "a text that goes on begins with what its tokenizer joins to a line break before it.",
+            remedy="move the beginning of the completion to the end of its prompt",
+        )
+    return _Behind(encoding, len(ids), len(anchor))
 
 
 def _halved(texts: Sequence[str]) -> SampleRefused | None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bestiary.training.data.chat import EncodedChat
+from bestiary.training.data.messages import Message
 from bestiary.training.data.samples import (
     Chat,
     Completion,
@@ -51,6 +52,11 @@ def template_warnings(tokenizer: BaseHFModelTokenizer) -> list[str]:
     if untrained := sorted(facts.closers - facts.stops):
         found.append(
             f"Earlier turns are closed by {', '.join(untrained)}, which ends no generation: it is not trained there."
+        )
+    if tokenizer.adds_bos and not tokenizer.chat.render([Message(role="user", content="a")]).startswith(hf.bos_token):
+        found.append(
+            f"The template begins without {hf.bos_token!r}, which is put in front here, as in front of every text: "
+            "servers that add nothing to a rendered conversation must be told to."
         )
     if not facts.closes_last_turn:
         found.append("The template does not end the last turn: the end of text is added and trained.")
