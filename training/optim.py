@@ -79,6 +79,9 @@ def _prepared(part: torch.optim.Optimizer) -> None:
     part.zero_grad(set_to_none=True)
     for group, rate in zip(part.param_groups, rates, strict=True):
         group["lr"] = rate
+    for states in part.state.values():
+        if "step" in states:
+            states["step"].zero_()  # AdamW would correct its first true step as its second
     with torch.no_grad():
         for parameter, value in zip(parameters, before, strict=True):
             parameter.copy_(value)  # a step of no length turns −0 into 0
@@ -86,6 +89,8 @@ def _prepared(part: torch.optim.Optimizer) -> None:
 
 def decayed(name: str, parameter: torch.Tensor) -> bool:
     """Whether weight decay means this parameter: a matrix that is neither embedding nor head."""
+    if name.endswith("bias"):  # those of experts are as many rows
+        return False
     return parameter.ndim >= 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight", "score.weight"))
 
 

@@ -43,9 +43,33 @@ def test_weight_decay_is_for_matrices_of_the_blocks(name):
     without, before, _ = stepped(OptimSection(name=name, weight_decay=0.0))
     others = dict(without.named_parameters())
     for key, parameter in with_.named_parameters():
-        matrix = parameter.ndim >= 2 and "embed_tokens" not in key and "lm_head" not in key
+        matrix = parameter.ndim >= 2 and not any(part in key for part in ("embed_tokens", "lm_head", "bias"))
         expected = others[key] - 1e-3 * 0.5 * before[key] * matrix
         torch.testing.assert_close(parameter.data, expected.data, rtol=0, atol=2e-7, msg=key)
+
+
+def test_biases_of_experts_are_no_matrices_to_muon():
+    """They are rows (experts, width), and an orthogonal update would mix the experts."""
+    model, _, optimiser = stepped(OptimSection(name="muon"))
+    taken = {parameter for group in optimiser.parts[0].param_groups for parameter in group["params"]}
+    names = {name.rpartition(".")[2] for name, parameter in model.named_parameters() if parameter in taken}
+    assert names == {"weight"}
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("proj_bias")]
+    assert biases
+    assert not taken.intersection(biases)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon", "sgd"])
+def test_states_that_are_looked_at_before_the_first_step_do_not_change_it(name):
+    """As a checkpoint does, of a run whose steps were all left out so far."""
+    expected, _, _ = stepped(OptimSection(name=name))
+    model = tiny("gpt_oss", torch.float32)
+    optimiser = Optimisers(model, OptimSection(name=name), 1e-3)
+    assert optimiser.tensors(dict(model.named_parameters()))
+    model(IDS, labels=IDS).loss.backward()
+    optimiser.step()
+    for (key, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter, other), key
 
 
 def test_the_rate_of_every_group_is_set():
