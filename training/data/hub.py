@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from bestiary.training.data.errors import InvalidPlan, StorageFailed
-from bestiary.training.data.formats import Place, RawRow
+from bestiary.training.data.formats import Place, RawRow, Row, without_nulls
 from bestiary.training.data.storage import FileEntry
 
 
@@ -52,10 +53,19 @@ class HubRows:
         index = int(shard.path.rpartition(" ")[2])
         part = stream.shard(num_shards=stream.num_shards, index=index).skip(start.row)
         for row, values in enumerate(part, start.row):
-            yield RawRow(Place(row), sum(len(str(value)) for value in values.values()), lambda found=values: found)  # type: ignore[misc]
+            size = sum(len(str(value)) for value in values.values())
+            yield RawRow(Place(row), size, partial(_plain, values))
 
     def _stream(self) -> Any:
         return _datasets().load_dataset(self.path, self.name, split=self.split, streaming=True, **self.arguments)
+
+
+def _plain(values: Mapping[str, Any]) -> Row:
+    """The row, in lists of records without fields that only other rows have: `datasets` gives those as None."""
+    return {
+        name: without_nulls(value) if isinstance(value, list) and value and isinstance(value[0], dict) else value
+        for name, value in values.items()
+    }
 
 
 def _datasets() -> Any:

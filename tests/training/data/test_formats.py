@@ -95,6 +95,22 @@ def test_reading_starts_at_any_row(tmp_path: Path, name: str) -> None:
         assert [(raw.place, raw.decode()) for raw in source.open(entry, whole[start][0])] == whole[start:], start
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_fields_that_only_other_rows_have_are_none_of_a_row(tmp_path: Path, large: bool) -> None:
+    """A struct of Arrow has the fields of all rows: arguments of other calls, properties of other tools."""
+    calls = [{"city": "Paris"}, {"query": "x" * 20_000 * large, "most": {"rows": 3}}]
+    found = [
+        {"said": [{"role": "assistant", "calls": [{"arguments": call}]}], "extra": dict.fromkeys(call, 1), "id": None}
+        for call in calls
+    ]
+    pq.write_table(pa.Table.from_pylist(found), tmp_path / "rows.parquet")
+    source = Source(name="a", files=str(tmp_path / "rows.parquet"), encode=encoded)
+    read = [raw.decode() for raw in source.open(source.shards()[0], Place())]
+    assert [row["said"] for row in read] == [row["said"] for row in found]
+    assert read[0]["extra"] == {"city": 1, "query": None, "most": None}  # no list: a column as any other
+    assert read[0]["id"] is None
+
+
 def test_members_of_a_shard_are_decoded_by_suffix(tmp_path: Path) -> None:
     tar(tmp_path / "rows.tar")
     source = Source(name="a", files=str(tmp_path / "rows.tar"), encode=encoded)
