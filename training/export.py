@@ -11,6 +11,7 @@ from pydantic import ConfigDict
 
 from bestiary.bridges import FreshHeadWarning
 from bestiary.models import AutoDecoder, Decoder
+from bestiary.models.config import HeadKind
 from bestiary.training.checkpoint import STATE, check_frozen, read_tensors, verify
 from bestiary.training.config import CommonConfig, read_config
 from bestiary.training.data.fingerprint import Fingerprint
@@ -35,12 +36,21 @@ def write_result(
 ) -> Path:
     """Write model and tokenizer; all processes of a spread model call it, the `first` one writes the tokenizer.
 
+    Whoever loads them renders the template that was trained on, and stops where the model learnt to: a base model's
+    generation config knows the end of a text and not that of a turn.
+
     Args:
         options: of `save_pretrained`.
     """
+    if model.decoder_config.head is HeadKind.LM:
+        generation = model.generation_config
+        known = [] if generation.eos_token_id is None else generation.eos_token_id
+        known = [known] if isinstance(known, int) else list(known)
+        if unknown := sorted(tokenizer.stop_ids.difference(known)):
+            generation.eos_token_id = [*known, *unknown]
     written = model.save_pretrained(folder, **options)
     if first:
-        tokenizer.hf.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         tokenizer.fingerprint.save(folder / FINGERPRINT)
     return written
 
