@@ -2,7 +2,8 @@
 
 shape        what a row looks like
 plain        the record's own fields; messages with role and content, content as text or as typed parts
-sharegpt     conversations of {from, value} with human, gpt, function_call, observation; tools as JSON text
+sharegpt     conversations of {from, value} with human, gpt, function_call, observation; tools as JSON text; a
+             system message beside them; a turn with train, or with weight or loss of 0, is one with that `train`
 transcript   one text of "\\n\\nHuman: " and "\\n\\nAssistant: " (HH-RLHF); what a pair has in common is its prompt
 """
 
@@ -28,6 +29,7 @@ _ROLES = {
 }
 _SPEAKER = re.compile(r"\n\n(Human|Assistant): ?")
 _REASONING = ("reasoning_content", "thinking")
+_WEIGHTS = ("weight", "loss")  # of a turn, as other libraries name it
 
 
 def fields_of(
@@ -111,7 +113,12 @@ def _sharegpt(row: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     made = dict(row)
     turns = made.pop("conversations", None)
     if turns is not None:
-        made["prompt" if kind in {"preference", "prompt"} else "messages"] = [_turn(turn) for turn in turns]
+        told = [_turn(turn) for turn in turns]
+        if system := made.pop("system", None):
+            if told and told[0]["role"] == "system":
+                raise SampleRefused("system and a first turn from 'system': two of them.", remedy="leave one out")
+            told.insert(0, {"role": "system", "content": system})
+        made["prompt" if kind in {"preference", "prompt"} else "messages"] = told
     for name in ("chosen", "rejected"):
         if isinstance(made.get(name), Mapping):
             made[name] = [_turn(made[name])]
@@ -120,10 +127,18 @@ def _sharegpt(row: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
     speaker, value = turn.get("from", ""), turn.get("value", "")
+    role = _ROLES.get(speaker, speaker)
+    marks = {"train": turn["train"]} if turn.get("train") is not None else {}
+    for name in _WEIGHTS:
+        weight = turn.get(name)
+        if weight not in (None, 0, 1):
+            raise SampleRefused(f"a turn has {name} = {weight!r}.", remedy="0 or 1: a turn is trained or it is not")
+        if weight == 0 and role == "assistant":
+            marks["train"] = False
     if speaker == "function_call":
         calls = json.loads(value)
-        return {"role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
-    return {"role": _ROLES.get(speaker, speaker), "content": value}
+        return {"role": role, "tool_calls": calls if isinstance(calls, list) else [calls], **marks}
+    return {"role": role, "content": value, **marks}
 
 
 def _transcript(row: Mapping[str, Any], kind: Kind, where: str) -> dict[str, Any]:

@@ -224,6 +224,34 @@ def test_published_rows_are_read_and_trained(tokenizer_of, reference_data, file,
             assert 0 < (tokens.labels != IGNORED).sum() < len(tokens.labels)
 
 
+def test_a_conversation_of_others_keeps_its_system_message_and_what_is_not_trained(tokenizer_of):
+    rows = encoder(tokenizer_of, "chat", shape="sharegpt")
+    turns = [
+        {"from": "human", "value": "Q", "weight": 0},
+        {"from": "gpt", "value": "One", "weight": 0, "id": 7},
+        {"from": "human", "value": "R"},
+        {"from": "gpt", "value": "Two", "weight": 1, "loss": None},
+        {"from": "human", "value": "S"},
+        {"from": "gpt", "value": "Three", "train": False},
+    ]
+    made = rows({"conversations": turns, "system": "Be brief."})
+    assert "Be brief." in rows.tokenizer.decode(made.input_ids)
+    assert trained(rows.tokenizer, made).startswith("Two<|im_end|>")
+    assert all(word not in trained(rows.tokenizer, made) for word in ("One", "Three"))
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    [
+        ({"conversations": [{"from": "gpt", "value": "A", "weight": 0.5}]}, "a turn has weight = 0.5"),
+        ({"conversations": [{"from": "system", "value": "A"}], "system": "B"}, "two of them"),
+    ],
+)
+def test_what_a_conversation_of_others_cannot_mean_is_refused(tokenizer_of, row, wrong):
+    with pytest.raises(SampleRefused, match=wrong):
+        encoder(tokenizer_of, "chat", shape="sharegpt").sample(row, "")
+
+
 def test_a_row_without_a_trained_turn_names_itself(tokenizer_of):
     rows = encoder(tokenizer_of, "chat")
     sample = rows.sample({"messages": [ASK, {**SAY, "train": False}]}, "")
