@@ -57,6 +57,7 @@ class Checkpoints:
         folder: `out/checkpoints`.   section: when, how many.
         bound: what a checkpoint belongs to, as JSON values by name (recipe, architecture, tokenizer, …): a resume under
             anything else is refused by that name.
+        place: of this process among those that draw random numbers of their own; tensor ranks share one.
         commits: of the hub, by the key that names the model; as `bound`, for what both sides know one of.
         group: of all processes, on gloo and for this alone; None: there is one.
         export: called with the trainer after the last one.
@@ -68,6 +69,7 @@ class Checkpoints:
     group: dist.ProcessGroup | None = None
     export: Callable[[Trainer], None] | None = None
     seed: int = 0
+    place: int = 0
     commits: Mapping[str, str] = field(default_factory=dict)
     _writing: threading.Thread | None = field(default=None, init=False)
     _failure: SaveFailed | None = field(default=None, init=False)
@@ -203,7 +205,7 @@ class Checkpoints:
         if state["world_size"] == world:
             _set_generators(json.loads((place / f"rank-{rank:05d}.json").read_text(encoding="utf-8")))
         else:
-            seed_all(self.seed, trainer.progress.step, rank)
+            seed_all(self.seed, trainer.progress.step, self.place)
         return trainer.progress.step
 
     def _check(self, state: Mapping[str, Any], model: Decoder, place: Path) -> None:
@@ -238,8 +240,10 @@ def check_frozen(state: Mapping[str, Any], model: Decoder, place: Path) -> None:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a run's folder, ascending."""
-    return sorted(int(found.parent.name.removeprefix("step-")) for found in folder.glob(f"step-*/{MANIFEST}"))
+    """Steps of the complete checkpoints in a run's folder, ascending; a copy under another name is none of them."""
+    names = {found.parent.name for found in folder.glob(f"step-*/{MANIFEST}")}
+    numbers = [name.removeprefix("step-") for name in names]
+    return sorted(int(number) for number in numbers if number.isdecimal() and _name(int(number)) in names)
 
 
 def verify(place: Path, *, remedy: str) -> None:

@@ -9,6 +9,7 @@ out/export/           the result in Hugging Face's layout, with its tokenizer
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -178,6 +179,7 @@ def prepare(
     )
     optimiser = Optimisers(model, config.optim, config.lr)
     steps = config.loop.steps or count_steps(plan, config.loop.workers, here)
+    place = data.rank if context is None else data.rank * context.size + context.rank
     saver = Checkpoints(
         config.out / CHECKPOINTS,
         config.checkpoint,
@@ -185,9 +187,9 @@ def prepare(
         group=here.saving,
         export=_exporter(config, tokenizer) if config.checkpoint.export else None,
         seed=config.loop.seed,
+        place=place,
         commits=commits_in(config, model),
     )
-    place = data.rank if context is None else data.rank * context.size + context.rank
     seed_all(config.loop.seed, 0, place)
     held_out, evaluation = config.evaluation_data(), config.loop.evaluation
     if held_out is not None:
@@ -410,11 +412,16 @@ def _itself(pack: Pack) -> Pack:
 
 
 def check_folder(config: CommonConfig) -> None:
-    """Refuse a folder with a run in it where it is not to be resumed.
+    """Refuse a folder that nothing can be written to, and one with a run in it where it is not to be resumed.
 
     Raises:
         InvalidRun.
     """
+    whole = config.out.absolute()
+    above = next(folder for folder in (whole, *whole.parents) if os.path.exists(folder))
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        what = "cannot be written to" if above.is_dir() else "is a file"
+        raise InvalidRun(f"out = {config.out}: {above} {what}.", remedy="out=FOLDER, one that may be written to")
     steps = saved_steps(config.out / CHECKPOINTS)
     if steps and config.checkpoint.resume == "never":
         raise InvalidRun(

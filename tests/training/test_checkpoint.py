@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bestiary.training import checkpoint as checkpoints
-from bestiary.training.checkpoint import MANIFEST, STATE, frozen_checksums, saved_steps
+from bestiary.training.checkpoint import MANIFEST, STATE, frozen_checksums, saved_steps, seed_all
 from bestiary.training.checkpoint_reader import ResumePointReader
 from bestiary.training.config import CheckpointSection, OptimSection
 from bestiary.training.data.errors import StateMismatch
@@ -236,6 +236,28 @@ def test_every_random_generator_goes_on(file, tmp_path):
     random.seed(9), np.random.seed(9), torch.manual_seed(9)
     trainer(file, tmp_path / "run", steps=1).saver.resume(trainer(file, tmp_path / "run", steps=1))
     assert [random.random(), np.random.rand(), float(torch.rand(()))] == expected
+
+
+def test_on_another_number_of_processes_copies_of_one_place_draw_alike(file, tmp_path, monkeypatch):
+    """Ranks of a tensor group drop the same elements."""
+    trainer(file, tmp_path / "run", steps=1).fit()
+    state = tmp_path / "run" / "step-00000001" / STATE
+    state.write_text(json.dumps({**json.loads(state.read_text()), "world_size": 8}))
+    monkeypatch.setattr(checkpoints, "verify", lambda place, remedy: None)
+    drawn = []
+    for place in (0, 0, 1):
+        made = trainer(file, tmp_path / "run", steps=1)
+        made.saver.place = place
+        made.saver.resume(made)
+        drawn.append(float(torch.rand(())))
+    seed_all(0, 1, 1)
+    assert drawn[0] == drawn[1] != drawn[2] == float(torch.rand(()))
+
+
+def test_a_copy_of_a_checkpoint_is_none(run, file):
+    for name in ("step-00000009.kept", "step-9"):
+        shutil.copytree(run / "step-00000004", run / name)
+    assert resumed(file, run)[1] == 4
 
 
 def test_a_run_without_a_best_evaluation_is_json(run):

@@ -19,11 +19,12 @@ from bestiary.training.errors import CheckpointRefused, InvalidRun
 from bestiary.training.parallel import build_mesh
 from bestiary.training.processes import processes
 from bestiary.training.recipes.sft import SFT
-from bestiary.training.run import _bound, check_data, run
+from bestiary.training.run import _bound, check_data, check_folder, run
 
 from ..child import Child
 from ..models.tiny import tiny_config
 from .data.conftest import folder
+from .test_config import written
 
 VOCABULARY = 49152
 COMMAND = "from bestiary.tools.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -274,6 +275,20 @@ def test_a_changed_run_is_not_taken_for_the_same(whole, place):
     with pytest.raises(CheckpointRefused, match=r"optim was .*0\.003.* and is .*0\.001"):
         run(load_run_config(place / "run.json", ["optim.lr=1e-3", f"out={whole}"], recipe="sft"))
     assert (whole / "config.yaml").read_bytes() == before  # what export reads of the run
+
+
+def test_an_out_that_cannot_be_written_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
+    """Hours of counting steps later it would be a trace of pathlib's."""
+    file = written(tmp_path)
+    for out, said in ((file, "is a file"), (file / "run", "is a file")):
+        with pytest.raises(InvalidRun, match=rf"out = {out}: {file} {said}\."):
+            check_folder(load_run_config(file, [f"out={out}"]))
+    config = load_run_config(file, [f"out={tmp_path / 'a folder' / 'run'}"])
+    check_folder(config)
+    monkeypatch.setattr("os.access", lambda *asked: False)
+    with pytest.raises(InvalidRun, match=rf"{tmp_path} cannot be written to"):
+        check_folder(config)
+    assert not (tmp_path / "a folder").exists()
 
 
 def test_a_dry_run_prints_the_configuration_and_writes_nothing(place, tmp_path, capsys):

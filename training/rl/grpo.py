@@ -333,6 +333,7 @@ def local_policy(
         bound=bound_to(config, model, tokenizer.fingerprint, steps, mesh) | own | {"loop": told},
         group=here.saving,
         seed=loop.seed,
+        place=data.rank,
         commits=commits_in(config, model),
     )
     seed_all(loop.seed, 0, data.rank)
