@@ -16,7 +16,10 @@ class Embedding(nn.Embedding):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.vocab_size, config.hidden_size)
-        self.padding_idx = config.padding_idx  # not an argument of nn.Embedding, which would zero the row
+        pad = config.padding_idx
+        if pad is not None and pad < 0:  # counted from the end, as nn.Embedding counts it
+            pad += config.vocab_size
+        self.padding_idx = pad  # not an argument of nn.Embedding, which would zero the row
         self.multiplier = 1.0 if config.scales_inputs_embeds else config.embedding_multiplier
         self.multiplier_in_weight_dtype = config.embedding_multiplier_in_weight_dtype
 

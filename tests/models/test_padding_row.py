@@ -11,8 +11,9 @@ PAD = 7
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_gradient_of_the_pad_row_equals_transformers(tied: bool) -> None:
-    """With the pad id as an ordinary, unmasked token: pad == eos, or a separator."""
+@pytest.mark.parametrize("pad", [PAD, -1])
+def test_gradient_of_the_pad_row_equals_transformers(pad: int, tied: bool) -> None:
+    """With the pad id as an ordinary, unmasked token: pad == eos, or a separator; −1 counts from the end."""
     hf_config = Qwen3Config(
         hidden_size=80,
         intermediate_size=112,
@@ -21,21 +22,21 @@ def test_gradient_of_the_pad_row_equals_transformers(tied: bool) -> None:
         num_key_value_heads=2,
         head_dim=24,
         vocab_size=211,
-        pad_token_id=PAD,
+        pad_token_id=pad,
         tie_word_embeddings=tied,
         attn_implementation="eager",
     )
     torch.manual_seed(0)
     theirs = Qwen3ForCausalLM(hf_config)
     ours = Qwen3(get_bridge("qwen3").parse(hf_config.to_dict(), source="config.json").decoder)
-    assert ours.decoder_config.padding_idx == PAD
+    assert ours.decoder_config.padding_idx == pad
     ours.load_state_dict(theirs.state_dict())
     ids = torch.randint(211, (2, 19))
-    ids[:, 5] = PAD
+    ids[:, 5] = pad % 211
     theirs(ids, labels=ids).loss.backward()
     ours(ids, labels=ids).loss.backward()
     expected, found = theirs.get_input_embeddings().weight.grad, ours.model.embed_tokens.weight.grad
-    assert bool(expected[PAD].any()) == tied
+    assert bool(expected[pad].any()) == tied
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
 
 
