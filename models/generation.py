@@ -357,8 +357,8 @@ def _new_tokens(given: int | None, settings: Mapping[str, Any], input_ids: Tenso
 
 def _configured(model: "Decoder", settings: Mapping[str, Any], name: str) -> Any:
     """The first that is set: the config given, the model's own, the checkpoint's generation config, its config."""
-    own = model._generation_config
-    stored = (model.hf_generation_config_json, model.hf_config_json) if own is None else (vars(own),)
+    own = model._generation_config  # made at first access: to have looked at it changes nothing
+    stored = (model.hf_generation_config_json if own is None else vars(own), model.hf_config_json)
     values = [settings.get(name), *((source or {}).get(name) for source in stored)]
     return next((value for value in values if value is not None), None)
 

@@ -355,6 +355,17 @@ def test_arguments_win_over_the_config_and_that_over_the_checkpoint() -> None:
     assert model.generate(ids, generation_config=config, stop_token_ids=[])[0, 5:].tolist() == free
 
 
+def test_reading_the_generation_config_changes_no_answer() -> None:
+    """Stop ids that config.json alone has hold before and after the transformers object is made."""
+    model, ids = untied("qwen3"), tokens(1, 5)
+    free = model.generate(ids, max_new_tokens=20)[0, 5:].tolist()
+    model.hf_config_json, model.hf_generation_config_json = {"eos_token_id": free[2]}, {"temperature": 0.6}
+    stopped = model.generate(ids)
+    assert stopped[0, 5:].tolist() == free[: free.index(free[2]) + 1]
+    assert model.generation_config.temperature == 0.6
+    assert torch.equal(model.generate(ids), stopped)
+
+
 @pytest.mark.parametrize(
     "scaling",
     [
