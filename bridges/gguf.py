@@ -42,6 +42,8 @@ _GEMMA3_LOCAL_THETA = 10_000.0
 _GEMMA3_PATTERN = 6  # every sixth layer sees everything
 _GEMMA3_27B_LAYERS = 62  # the one size whose attention scale is not head_dim^-0.5
 
+_SPECIAL_IDS = {"bos_token_id": ("bos",), "eos_token_id": ("eos", "eot", "eom"), "pad_token_id": ("padding",)}
+
 _SPELLING = "5.0.0"  # of transformers: the release whose config keys are written
 
 _REQUIRED: Any = object()
@@ -346,11 +348,17 @@ class GGUFFile:
             | self.special_ids()
         )
 
-    def special_ids(self) -> dict[str, int]:
-        """`bos_token_id`, `eos_token_id` and `pad_token_id`, those that the file names."""
-        keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-        stored = {hf: self.metadata.get(f"tokenizer.ggml.{name}_token_id") for hf, name in keys.items()}
-        return {hf: int(value) for hf, value in stored.items() if value is not None}
+    def special_ids(self) -> dict[str, int | list[int]]:
+        """`bos_token_id`, `eos_token_id` and `pad_token_id`, those that the file names.
+
+        Ends of a turn or a message (`eot`, `eom`) are stop ids too, behind the end of the text.
+        """
+        named = {name: self._special_ids(*names) for name, names in _SPECIAL_IDS.items()}
+        return {name: ids[0] if len(ids) == 1 else ids for name, ids in named.items() if ids}
+
+    def _special_ids(self, *names: str) -> list[int]:
+        stored = (self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names)
+        return list(dict.fromkeys(int(value) for value in stored if value is not None))
 
     def hf_tensors(self, config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
         """Yields (hub name, float32 array in the hub's layout), one tensor at a time.

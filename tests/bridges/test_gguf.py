@@ -143,6 +143,7 @@ def write_gguf(
     extra: dict[str, float] | None = None,
     leave_out: str | None = None,
     add: tuple[str, np.ndarray] | None = None,
+    end_of_turn: int | None = None,
     without: tuple[str, ...] = (),
 ) -> Path:
     """Writes `model` as llama.cpp's converter would."""
@@ -183,6 +184,8 @@ def write_gguf(
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_id)
     writer.add_pad_token_id(config.pad_token_id)
+    if end_of_turn is not None:
+        writer.add_eot_token_id(end_of_turn)
     for key, value in (extra or {}).items():
         add_value = writer.add_string if isinstance(value, str) else writer.add_float32
         add_value(f"{architecture}.{key}", value)
@@ -276,6 +279,15 @@ def test_linear_rope_scaling_is_carried_for_full_attention_only(tmp_path):
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     }
+
+
+@pytest.mark.parametrize(("end_of_turn", "stops"), [(None, 1), (1, 1), (4, [1, 4])])
+def test_the_end_of_a_turn_is_a_stop_id(tmp_path, end_of_turn, stops):
+    """As in the hub's generation_config.json of Gemma 3 and Llama 3: a chat that knows <eos> alone never ends."""
+    model = random_model(gemma_config(num_hidden_layers=1))
+    folder = gguf_to_hf_folder(write_gguf(tmp_path / "m.gguf", model, end_of_turn=end_of_turn), tmp_path / "hf")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((folder / name).read_text())["eos_token_id"] == stops
 
 
 @pytest.fixture(scope="module")
