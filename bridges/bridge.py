@@ -25,12 +25,15 @@ if TYPE_CHECKING:
     from bestiary.models.decoder import Decoder
 
 
-# What a contradiction inside a DecoderConfig is called in HF's files, where the names differ.
+# What a contradiction inside a DecoderConfig is called in HF's files, where the names differ: by family the first that
+# the file holds, else the last.
 _HF_NAMES = {
-    "router.top_k": "num_experts_per_tok",
-    "num_heads": "num_attention_heads",
-    "attention.dropout": "attention_dropout",
-    "moe.input_jitter": "router_jitter_noise",
+    "router.top_k": ("num_experts_per_tok",),
+    "num_heads": ("num_attention_heads",),
+    "attention.dropout": ("attention_dropout",),
+    "moe.input_jitter": ("router_jitter_noise",),
+    "residual_dropout": ("resid_pdrop", "residual_dropout"),
+    "rope.rotary_dim": ("qk_rope_head_dim", "head_dim"),
 }
 
 
@@ -115,10 +118,10 @@ class Bridge:
             decoder = self.config_from_hf(hf)
         except InvalidConfig as error:
             native = error.what.split()[0]
+            names = _HF_NAMES.get(native, (native,))
+            name = next((name for name in names if name in hf), names[-1])
             remedy = "correct the config" if error.remedy is None else error.remedy
-            raise hf.unsupported(
-                _HF_NAMES.get(native, native), f"builds no model: {error.what}", remedy=remedy
-            ) from error
+            raise hf.unsupported(name, f"builds no model: {error.what}", remedy=remedy) from error
         decoder = read_head(self, decoder, hf)
         pad, vocab = decoder.padding_idx, decoder.vocab_size
         if pad is not None and not -vocab <= pad < vocab:

@@ -261,6 +261,7 @@ REFUSED |= {
         ("qwen3", "num_attention_heads", 0),
         ("qwen3", "num_attention_heads", 3),  # of 2 key/value heads
         ("qwen3", "num_key_value_heads", 0),
+        ("qwen3", "head_dim", 23),
         ("qwen3", "rms_norm_eps", 0.0),
         ("qwen3", "rms_norm_eps", float("nan")),
         ("qwen3", "initializer_range", -0.1),
@@ -309,6 +310,21 @@ def test_what_is_not_implemented_is_refused_by_name(name: str) -> None:
     assert repr(caught.value.value) in str(caught.value)
     assert caught.value.remedy
     assert caught.value.read_from == "config.json"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "value"),
+    [
+        ("phi3", "resid_pdrop", 1.5),
+        ("seed_oss", "residual_dropout", 1.5),
+        ("deepseek_v3", "qk_rope_head_dim", 13),
+        ("llama", "head_dim", 15),
+    ],
+)
+def test_what_builds_no_model_has_the_name_it_has_in_the_file(model_type: str, field: str, value: float) -> None:
+    with pytest.raises(UnsupportedConfig) as caught:
+        parse({"model_type": model_type, field: value})
+    assert (caught.value.field, caught.value.value) == (field, value)
 
 
 def test_a_null_where_a_number_is_needed_is_refused() -> None:
