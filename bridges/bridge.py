@@ -179,6 +179,11 @@ class Bridge:
                 found[name.rpartition(".")[0]] = piece.hub.name.rpartition(".")[0], rows.start, rows.stop
         return found
 
+    def naming_of_modules(self, json: Mapping[str, Any] | None) -> Naming:
+        """How transformers' own model of a checkpoint with the config.json `json` (None: of none) names its modules."""
+        stated = json or {}
+        return next((naming for naming in self.namings if naming.inside is not None and naming.inside in stated), PLAIN)
+
     def lies_as_in_hf(self, parameter: str) -> bool:
         """Whether transformers' modules hold `parameter` in our layout: what adapts the one fits the other."""
         rule, _ = self.rule_set.rule(parameter)

@@ -43,6 +43,7 @@ NAMINGS = (
         "multimodal, as transformers 5 names its modules",
         {"model.": "model.language_model.", "lm_head.": "lm_head."},
         (ignore("model.vision_tower.**", reason=_VISION), ignore("model.multi_modal_projector.**", reason=_VISION)),
+        inside="text_config",
     ),
 )
 

@@ -8,13 +8,14 @@ Names and layouts are those of peft 0.19.1 to 0.21.2 on transformers' modules (t
                 outermost, and the other's adapter lies one `.base_layer` deeper.
 
 Where a weight lies on the other side follows from the bridge's `module_map` and rules (`bestiary.bridges.low_rank`).
+An adapter is for the base that its config names: of a multimodal one modules are named as in the multimodal model.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -123,7 +124,9 @@ def save_adapter(bridge: Bridge, model: Decoder, path: Path, *, overwrite: bool 
     """
     kept(model)
     lora = model.decoder_config.lora
-    adapted = [place for place in places(bridge, model) if place.site.adapter is not None]
+    naming = bridge.naming_of_modules(model.hf_config_json)
+    named = [replace(place, module=naming.hub(place.module)) for place in places(bridge, model)]
+    adapted = [place for place in named if place.site.adapter is not None]
     _check_exportable(model, adapted)
     assert lora is not None
     tensors = dict(_tensors(adapted))
@@ -133,9 +136,12 @@ def save_adapter(bridge: Bridge, model: Decoder, path: Path, *, overwrite: bool 
     values = {place.target: place.site.adapter.config for place in adapted if place.site.adapter is not None}
     on_parameters = [name for place in adapted if (name := place.target) and place.as_parameter]
     r, alpha = commonest((values[name].r, values[name].alpha) for name in on_parameters or values)
-    modules = {hf_module(bridge, name) for name, _ in model.named_modules() if name}
+    plain = {hf_module(bridge, name) for name, _ in model.named_modules() if name}
+    modules = {naming.hub(name) for name in plain}
+    if naming.inside is not None:  # what stands beside the model has layers of the same names
+        modules |= {f"beside.{name.partition('.')[2]}" for name in plain}
     split = [name.rpartition(".") for name, _ in model.named_parameters()]
-    parameters = {f"{hf_module(bridge, owner)}.{leaf}" for owner, _, leaf in split}
+    parameters = {f"{naming.hub(hf_module(bridge, owner))}.{leaf}" for owner, _, leaf in split}
     config = peft_json(
         base=model.name_or_path or None,
         revision=model.revision,

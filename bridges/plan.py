@@ -33,11 +33,14 @@ class Naming:
     Attributes:
         prefixes: prefix in the rules to prefix in the checkpoint; a name with none of the latter is not the model's.
         ignores: names of the parts that are not ours (the vision tower beside a text model), in the checkpoint's words.
+        inside: the field of a config.json under which the model is described, where transformers' own model of such a
+            checkpoint names its modules so; None: it names them otherwise.
     """
 
     name: str
     prefixes: Mapping[str, str] = field(default_factory=lambda: {"": ""}, hash=False)
     ignores: tuple[Ignore, ...] = ()
+    inside: str | None = None
 
     def hub(self, ruled: str) -> str:
         """The checkpoint's name of what the rules call `ruled`: the same where no prefix means it (a score head)."""

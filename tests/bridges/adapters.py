@@ -62,12 +62,12 @@ def logits(model: Any) -> Tensor:
     return found
 
 
-def with_peft(family: str, adapter: Path) -> Any:
-    """transformers' model with an adapter folder on it; PEFT must find every key it wants."""
+def with_peft(base: Any, adapter: Path) -> Any:
+    """transformers' model, given or of a family, with an adapter folder on it; PEFT must find every key it wants."""
     with promoted(), warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         warnings.filterwarnings("ignore", message=PATTERNS_OF_PARAMETERS)
-        return PeftModel.from_pretrained(reference(family), adapter).eval()
+        return PeftModel.from_pretrained(reference(base) if isinstance(base, str) else base, adapter).eval()
 
 
 def peft_made(family: str, folder: Path, **options: Any) -> Any:
