@@ -129,7 +129,14 @@ def add_submit(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> No
     )
     submit.add_argument("--recipe", choices=tuple(COMMANDS), help="where the file names none")
     submit.add_argument("--address", help="of a Ray cluster's dashboard, http://HEAD:8265; default: RAY_ADDRESS")
-    submit.add_argument("--module", metavar="PATH", action="append", type=Path, default=[], help="code to bring along")
+    submit.add_argument(
+        "--module",
+        metavar="PATH",
+        action="append",
+        type=Path,
+        default=[],
+        help="code to bring along; of a folder nothing hidden (.git, .env)",
+    )
     submit.add_argument(
         "--env",
         metavar="NAME=VALUE",

@@ -33,6 +33,7 @@ POLL_S = 0.5
 START_S = 60.0  # in which a cluster that has just started takes a job
 ENDED = frozenset({"succeeded", "failed", "stopped"})
 _EXTRA = "pip install 'bestiary[ray]'"
+_HEEDED = frozenset({".gitignore", ".rayignore"})  # by Ray, when it uploads
 _COMMAND, _OUT = "bestiary.command", "bestiary.out"  # keys of a job's metadata
 
 
@@ -43,7 +44,8 @@ class Submission:
     Attributes:
         command: of `bestiary`.   config: its checked file as plain values.   out: the run's folder, absolute.
         place: of its processes.
-        modules: files and folders that the configuration names by `module:name`; every process can import them.
+        modules: files and folders that the configuration names by `module:name`; every process can import them. Of a
+            folder, nothing hidden travels, and no __pycache__.
         environment: of every process.
         stop_s: what a stopped run is given for its step and checkpoint before it is killed.
         alone: the command takes its file and nothing else, and is the one process of the job.
@@ -361,25 +363,47 @@ def _entry(run: Submission) -> str:
 
 
 def _pack(folder: Path, run: Submission) -> None:
-    """The configuration and modules of a run, as they are uploaded."""
+    """The configuration and modules of a run, as they are uploaded.
+
+    Raises:
+        InvalidRun: a module is not there, or all of them are too large.
+    """
     (folder / "run.json").write_text(json.dumps(run.config), encoding="utf-8")
-    sizes: dict[Path, int] = {}
+    copied: dict[Path, Path] = {}  # to where
     for module in run.modules:
         if not module.exists():
             raise InvalidRun(f"module {module} is not there.", remedy="a .py file or the folder of a package")
-        files = [module] if module.is_file() else [file for file in module.rglob("*") if file.is_file()]
-        sizes |= {file: file.stat().st_size for file in files if "__pycache__" not in file.parts}
+        if module.is_file():
+            copied[module] = folder / module.name
+        else:
+            home = folder / module.resolve().name
+            copied |= {file: home / file.relative_to(module) for file in _code(module)}
+    sizes = {file: file.stat().st_size for file in copied}
     if sum(sizes.values()) > MODULES_MIB * 2**20:
         largest = max(sizes, key=lambda file: sizes[file])
         raise InvalidRun(
             f"modules of {sum(sizes.values()) / 2**20:.0f} MiB, at most {MODULES_MIB} travel; largest: {largest}.",
             remedy="modules of code alone; data and weights lie where every node finds them, or behind a URL",
         )
-    for module in run.modules:
-        if module.is_dir():
-            shutil.copytree(module, folder / module.resolve().name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(module, folder / module.name)
+    for file, target in copied.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
+
+
+def _code(folder: Path) -> Iterator[Path]:
+    """Files of a package that travel: what is hidden (.git, .env, …) may be secret, and __pycache__ is made anew.
+
+    `.gitignore` and `.rayignore` do, since Ray leaves out what they name.
+    """
+    seen: set[str] = set()  # a link may lead to a folder above it
+    for place, below, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:
+            below.clear()
+            continue
+        seen.add(real)
+        below[:] = [name for name in below if not name.startswith(".") and name != "__pycache__"]
+        kept = [Path(place, name) for name in names if not name.startswith(".") or name in _HEEDED]
+        yield from (file for file in kept if file.is_file())
 
 
 def _job(found: Any) -> Job:

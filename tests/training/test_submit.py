@@ -242,6 +242,25 @@ def test_modules_too_large_to_travel_are_refused_with_the_largest_file(tmp_path,
     assert sorted(path.relative_to(target).as_posix() for path in target.rglob("*.*")) == ["mine/code.py", "run.json"]
 
 
+def test_of_a_package_nothing_hidden_travels_but_what_ray_heeds(tmp_path):
+    """Secrets, history and byte code stay here; links are followed, also one that leads above itself."""
+    package, target = tmp_path / ".work" / "mine", tmp_path / "packed"
+    given = (".env", ".git/config", "__pycache__/code.pyc", "code.py", "data/.gitignore", "data/.netrc", "data/x.json")
+    for name in given:
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text("")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "more.py").write_text("")
+    (package / "more").symlink_to(tmp_path / "linked")
+    (package / "loop").symlink_to(package)
+    (package / "gone.py").symlink_to(tmp_path / "nothing")
+    target.mkdir()
+    jobs_module._pack(target, Submission("sft", {}, tmp_path, Placement(1), modules=[package]))
+    packed = target / "mine"
+    found = sorted(path.relative_to(packed).as_posix() for path in packed.rglob("*") if path.is_file())
+    assert found == ["code.py", "data/.gitignore", "data/x.json", "more/more.py"]
+
+
 def test_a_signal_stops_the_job_of_this_machine_s_cluster_and_leaves_any_other(monkeypatch):
     """The job ends once it is stopped; the other one is left as it runs."""
     for stops in (True, False):
