@@ -26,6 +26,8 @@ from bestiary.training.rl.isolated import CallFailed, CallHung, Isolated, Limits
 from bestiary.training.rl.verdicts import Failure, Verdict, verdict
 
 _WAITS_S = (0.25, 30.0)  # first and longest, between attempts
+MOST_BYTES = 16 * 2**20  # of an endpoint's answer, whatever it says beside the rewards
+_SAID = 200  # characters of its words in an error
 
 
 class Judge(Protocol):
@@ -105,7 +107,8 @@ class EndpointJudge:
     POST of `{"answers": [{prompt_id, sample, prompt, text, turns, prompt_ids, ids, row, finish, extra}, …]}`, answered
     by `{"rewards": [number or null, …]}`, in that order. What may pass by itself (no connection, no answer in time or
     none of that form, status 408, 429, 5xx) is tried again after a wait that doubles; any other status is an error of
-    the answers sent. No redirection is followed: it would lose the answers, and take `headers` to whoever it names.
+    the answers sent, and so is an answer of more than `MOST_BYTES`, the rest of which is not read. No redirection is
+    followed: it would lose the answers, and take `headers` to whoever it names.
 
     Args:
         url: http or https.
@@ -162,8 +165,10 @@ class EndpointJudge:
             except urllib.error.HTTPError as error:
                 error.close()
                 place = error.headers.get("Location")
-                elsewhere = "" if place is None else f", see {place}: no redirection is followed, give the url itself"
-                failure = Failure("error", f"{self._url} answers {error.code} {error.reason}{elsewhere}")
+                elsewhere = (
+                    "" if place is None else f", see {place[:_SAID]}: no redirection is followed, give the url itself"
+                )
+                failure = Failure("error", f"{self._url} answers {error.code} {error.reason[:_SAID]}{elsewhere}")
                 if error.code not in (408, 429) and error.code < 500:
                     return failure
             except TimeoutError:
@@ -173,7 +178,9 @@ class EndpointJudge:
                     failure = Failure("timeout", f"{self._url} took no connection in {self._timeout:g} s", alone=False)
                 else:
                     failure = Failure("error", f"{self._url}: {type(error).__name__}: {error}", alone=False)
-            except (KeyError, TypeError, ValueError) as error:
+            except _TooLong:
+                return Failure("error", f"{self._url} answers more than {MOST_BYTES} bytes")
+            except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
                 failure = Failure("error", f"{self._url} answers no rewards: {type(error).__name__}: {error}")
         return failure
 
@@ -181,13 +188,20 @@ class EndpointJudge:
         """The answer's bytes; a timeout of a socket is one of each byte, so time is looked at between them."""
         until = time.monotonic() + self._timeout
         request = urllib.request.Request(self._url, data=body, headers=self.headers, method="POST")
-        parts: list[bytes] = []
+        parts, size = list[bytes](), 0
         with self._opener.open(request, timeout=self._timeout) as answer:
             while part := answer.read1(1 << 16):
                 parts.append(part)
+                size += len(part)
+                if size > MOST_BYTES:
+                    raise _TooLong
                 if time.monotonic() > until:
                     raise TimeoutError
         return b"".join(parts)
+
+
+class _TooLong(Exception):
+    """An answer of more bytes than are read."""
 
 
 class _Staying(urllib.request.HTTPRedirectHandler):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -326,6 +327,20 @@ class Endpoint(BaseHTTPRequestHandler):
             self.wfile.write(b" ")
             time.sleep(0.05)
 
+    def endless(self):
+        """More than is read, and no end of it; whoever asked goes away."""
+        self.send_response(200)
+        self.end_headers()
+        with suppress(ConnectionError):
+            while True:
+                self.wfile.write(bytes(1 << 16))
+
+    def nested(self):
+        self.say(b'{"rewards": ' + b"[" * 10**5)
+
+    def vast(self):
+        self.say({"rewards": [10**400]})
+
     def log_message(self, *told):
         pass
 
@@ -368,9 +383,13 @@ def test_an_endpoint_is_asked_again_where_that_helps(endpoint):
         ("nan", "nan", "nan"),
         ("null", "None", "none"),
         ("drip", "no answer in 0.5 s", "timeouts"),
+        ("endless", "more than 1048576 bytes", "errors"),
+        ("nested", "RecursionError", "errors"),
+        ("vast", "OverflowError", "errors"),
     ],
 )
-def test_what_an_endpoint_does_not_judge_is_counted_and_named(endpoint, way, told, count):
+def test_what_an_endpoint_does_not_judge_is_counted_and_named(endpoint, monkeypatch, way, told, count):
+    monkeypatch.setattr(judges, "MOST_BYTES", 2**20)
     given = [trajectory("fine", row={}), trajectory("bad", row={"way": way})]
     if way == "drip":
         endpoint._timeout = 0.5
@@ -379,6 +398,8 @@ def test_what_an_endpoint_does_not_judge_is_counted_and_named(endpoint, way, tol
     assert rewards.figures()[f"reward/{count}"] == 1
     with pytest.raises(RewardFailed, match=rf"(?s)endpoint .*prompt bad.*{told}"):
         Rewards({"endpoint": endpoint}, max_errors=0.0).score(given)
+    if way == "endless":  # each time, and not tried again
+        assert Endpoint.failed["bad"] == 2
     assert Endpoint.followed == []  # its headers are for this endpoint alone
 
 
