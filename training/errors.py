@@ -35,6 +35,13 @@ class SaveFailed(BestiaryError):
     """
 
 
+class FolderTaken(BestiaryError):
+    """A run's folder in which another run is at work; names its process and host.
+
+    Remedy: wait for that run or end it, or start under another `out`.
+    """
+
+
 class Diverged(BestiaryError):
     """Losses or gradients that are not finite, or spikes, where the policy is to stop.
 

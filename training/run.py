@@ -4,6 +4,7 @@ out/config.yaml       the whole configuration, defaults included, hub ids with t
 out/tokenizer.json    fingerprint of the tokenizer
 out/metrics.jsonl     figures of every step
 out/checkpoints/      resume points
+out/owner.json        who is at work in it, while somebody is (see `owner`)
 out/export/           the result in Hugging Face's layout, with its tokenizer
 """
 
@@ -44,6 +45,7 @@ from bestiary.training.loop import Trainer
 from bestiary.training.memory import PeakMemory
 from bestiary.training.metrics import Throughput
 from bestiary.training.optim import Optimisers
+from bestiary.training.owner import owned
 from bestiary.training.parallel import DataParallel, Precision, build_mesh, clip_grad_norm, data_parallel, parallelize
 from bestiary.training.parallel_context import Context
 from bestiary.training.parallel_mesh import CONTEXT, mesh_shape
@@ -91,11 +93,13 @@ def run(config: RunConfig, *, also: Sequence[Tracker] = (), interruption: Interr
         interruption: to stop by from another thread; SIGTERM and SIGINT do it anyway.
     Raises:
         InvalidRun, ParallelRefused: what the configuration asks cannot be done here.
+        FolderTaken: another run is at work in `config.out`.
         CheckpointRefused, StateMismatch: the resume point is damaged or of another run.
         Diverged, OutOfMemory, RankLost, SaveFailed: see `bestiary.training.errors`.
     """
     with processes(config.loop.timeout_s) as here, ExitStack() as stack:
         config = pinned(config, here.control)
+        owner = stack.enter_context(owned(config.out, Control(here.control)))
         torch.use_deterministic_algorithms(config.loop.deterministic)
         stack.callback(torch.use_deterministic_algorithms, False)
         stack.enter_context(named_failures(estimate(config).words(), config.loop.timeout_s))
@@ -121,6 +125,7 @@ def run(config: RunConfig, *, also: Sequence[Tracker] = (), interruption: Interr
         tracker = trackers(config.tracking.to, config.out, info, first=first, also=also)
         stack.callback(tracker.close)
         trainer.log = tracker
+        trainer.callbacks = (owner, *trainer.callbacks)
         trainer.fit()
     exported = config.out / EXPORT
     return Outcome(

@@ -11,11 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from bestiary.models import AutoDecoder, Qwen3
 from bestiary.tools import cli
+from bestiary.training import owner
 from bestiary.training.checkpoint import saved_steps
 from bestiary.training.config import load_run_config
 from bestiary.training.data.errors import FingerprintChanged
 from bestiary.training.data.tokenizer import BaseHFModelTokenizer
-from bestiary.training.errors import CheckpointRefused, InvalidRun
+from bestiary.training.errors import CheckpointRefused, FolderTaken, InvalidRun
+from bestiary.training.owner import OWNER
 from bestiary.training.parallel import build_mesh
 from bestiary.training.processes import processes
 from bestiary.training.recipes.sft import SFT
@@ -197,6 +199,29 @@ class Slow:
 
     def on_step(self, trainer, values):
         time.sleep(0.5)
+
+
+class Stolen:
+    """Another run takes the folder over while this one sleeps."""
+
+    def on_step(self, trainer, values):
+        (trainer.saver.folder.parent / OWNER).write_text("another")
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_two_runs_do_not_share_a_folder(place, tmp_path, monkeypatch):
+    """The second is refused, and a first that was taken for dead writes no resume point more."""
+    monkeypatch.setattr(owner, "GRACE_S", 0.1)
+    monkeypatch.setattr(owner, "BEAT_S", 0.02)
+    with owner.owned(tmp_path / "run"), pytest.raises(FolderTaken, match="in the hands of process"):
+        run(load_run_config(place / "run.json", [f"out={tmp_path / 'run'}"], recipe="sft"))
+    assert not (tmp_path / "run").exists()
+    changes = ["loop.callbacks=[tests.training.test_run:Stolen]", "checkpoint.background=false"]
+    with pytest.raises(FolderTaken, match="taken over by another run"):
+        run(load_run_config(place / "run.json", [*changes, f"out={tmp_path / 'run'}"], recipe="sft"))
+    assert saved_steps(tmp_path / "run" / "checkpoints") == [1]
+    assert (tmp_path / "run" / OWNER).read_text() == "another"
 
 
 @pytest.mark.slow

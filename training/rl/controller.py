@@ -41,7 +41,7 @@ from typing import Any, Protocol, TypeVar
 
 from bestiary.kernels.errors import BestiaryError
 from bestiary.training.control import Interruption
-from bestiary.training.errors import ClusterLost, InvalidRun, Role, RoleLost
+from bestiary.training.errors import ClusterLost, FolderTaken, InvalidRun, Role, RoleLost
 from bestiary.training.loop import Log
 from bestiary.training.rl.assess import assess, informative_groups
 from bestiary.training.rl.held_out import HeldOut
@@ -195,8 +195,8 @@ class Controller:
         A step that failed may have been booked, and the version of a policy elsewhere is what it last said.
         """
         policy = self.roles.policy
-        if isinstance(error, ClusterLost):
-            return  # and the policy with it
+        if isinstance(error, ClusterLost | FolderTaken):
+            return  # the policy is gone too, or the folder is another run's
         try:
             if self._ready and self.round and policy.version == self.round * self.rounds.steps:
                 self.ledger.check(policy.trained())

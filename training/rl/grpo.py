@@ -32,6 +32,7 @@ from bestiary.training.loop import Trainer
 from bestiary.training.memory import PeakMemory
 from bestiary.training.metrics import Throughput
 from bestiary.training.optim import Optimisers
+from bestiary.training.owner import owned
 from bestiary.training.parallel import clip_grad_norm, data_parallel
 from bestiary.training.peaks import device_peak
 from bestiary.training.processes import Processes, processes
@@ -96,12 +97,14 @@ def run(config: GrpoConfig, *, also: Sequence[Tracker] = (), interruption: Inter
         also: trackers beside those of the configuration.   interruption: to stop by from another thread.
     Raises:
         InvalidRun: what the configuration asks cannot be done here.
+        FolderTaken: another run is at work in `config.out`.
         CheckpointRefused, StateMismatch: the resume point is damaged or of another run.
         RewardFailed, EnvironmentFailed, StaleWeights, Diverged, SaveFailed, …: as roles and controller raise them.
     """
     config = pinned(config)
     with ExitStack() as stack:
         stack.enter_context(named_failures(estimate(config).words(), config.loop.timeout_s))
+        owner = stack.enter_context(owned(config.out))
         rounds = count_rounds(config)
         if config.placement is None:
             cast = stack.enter_context(in_one_process(config, rounds))
@@ -130,7 +133,7 @@ def run(config: GrpoConfig, *, also: Sequence[Tracker] = (), interruption: Inter
             plan,
             held_out_of(config, tokenizer, cast.context, plan),
             log=tracker,
-            callbacks=[component(path, "loop.callbacks", InvalidRun)() for path in config.loop.callbacks],
+            callbacks=[owner, *(component(path, "loop.callbacks", InvalidRun)() for path in config.loop.callbacks)],
             interruption=interruption or Interruption(),
         )
         controller.fit()

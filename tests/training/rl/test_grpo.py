@@ -10,9 +10,10 @@ import torch
 
 from bestiary.models import AutoDecoder, Qwen3
 from bestiary.tools import cli
+from bestiary.training import owner
 from bestiary.training.checkpoint import saved_steps
 from bestiary.training.control import Interruption
-from bestiary.training.errors import CheckpointRefused, EnvironmentFailed, InvalidRun
+from bestiary.training.errors import CheckpointRefused, EnvironmentFailed, FolderTaken, InvalidRun
 from bestiary.training.processes import processes
 from bestiary.training.rl import vllm_engine
 from bestiary.training.rl.config import RewardSection, load_grpo_config
@@ -102,6 +103,13 @@ class Stops:
 
     def close(self):
         pass
+
+
+def test_a_second_run_in_a_folder_is_refused_before_anything_is_made(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(owner, "GRACE_S", 0.1)
+    with owner.owned(tmp_path), pytest.raises(FolderTaken, match="in the hands of process"):
+        run(load_grpo_config(place / "run.json", [f"out={tmp_path}"]))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
