@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,9 +13,10 @@ import torch
 
 from bestiary.bridges.fields import FLOAT_TYPES
 from bestiary.bridges.hub import resolve
+from bestiary.kernels.errors import BestiaryError
 from bestiary.training.config import ADAPTERS_OFF
 from bestiary.training.data.tokenizer import BaseHFModelTokenizer
-from bestiary.training.errors import Role
+from bestiary.training.errors import ClusterLost, Role, RoleLost
 from bestiary.training.parallel import build_mesh
 from bestiary.training.processes import processes
 from bestiary.training.rl.cluster import enter, session
@@ -40,6 +42,7 @@ from bestiary.training.rl.weight_sync import WeightReceiver
 from bestiary.training.rl.workers import EnvironmentWorker, FrozenWorker, PolicyWorker, RewardWorker, RolloutWorker
 from bestiary.training.run import check_folder, load_other
 
+LOGGER = logging.getLogger(__name__)
 _MIB = 2**20
 
 
@@ -113,6 +116,7 @@ def cast(config: GrpoConfig, placement: PlacementSection, groups: Mapping[Role, 
     rows: int = groups["policy"].described[0].vocabulary
     tokenizer = tokenizer_of(config, rows)
     policy = RemotePolicy(groups["policy"])
+    stack.enter_context(finishing(policy))
     engine = RolloutGroup(groups["rollout"], bucket_bytes=placement.bucket_mib * _MIB)
     context = min(config.data.pack_length, engine.context)
     refuse_small_context(config, context)
@@ -130,6 +134,24 @@ def cast(config: GrpoConfig, placement: PlacementSection, groups: Mapping[Role, 
         scorer = scorer_of(config, tokenizer, torch.device("cpu"), stack)
     reference: Frozen | None = RemoteFrozen(groups["reference"]) if "reference" in groups else None
     return Cast(Roles(policy, sampler, scorer, reference, shares=False), tokenizer, context)
+
+
+@contextmanager
+def finishing(policy: RemotePolicy) -> Iterator[None]:
+    """A run that ends in an error goes on from the resume point that was being written: it is waited for.
+
+    The error stays what it was. Of a policy that is lost there is nothing to wait for.
+    """
+    try:
+        yield
+    except BaseException as error:
+        lost = isinstance(error, ClusterLost) or (isinstance(error, RoleLost) and error.role == "policy")
+        if not lost:
+            try:
+                policy.finish()
+            except BestiaryError as second:
+                LOGGER.warning("no waiting for resume points after %s: %s", type(error).__name__, second.what)
+        raise
 
 
 def tokenizer_of(config: GrpoConfig, vocabulary: int) -> BaseHFModelTokenizer:

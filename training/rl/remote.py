@@ -138,6 +138,10 @@ class RemotePolicy:
         if self.group.restart():
             self.version = self.group.described[0].version
 
+    def finish(self) -> None:
+        """Wait for the resume point that is being written, whether it can be or not."""
+        self.group.call("finish")
+
     def close(self) -> None:
         """End its processes."""
         self.group.close()

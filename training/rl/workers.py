@@ -154,6 +154,11 @@ class PolicyWorker(RoleWorker):
             self.hosted.save_state(controller, wait=wait)
 
     @everybody
+    def finish(self) -> None:
+        """See `LocalPolicy.close`."""
+        self.hosted.close()
+
+    @everybody
     def load_state(self) -> tuple[Mapping[str, Any] | None, int]:
         """See `Policy`; and the version that it brought."""
         with self.failing():

@@ -3,9 +3,12 @@
 import os
 import signal
 import sys
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +16,10 @@ import ray
 import torch
 
 from bestiary.models import AutoDecoder
-from bestiary.training.checkpoint import Checkpoints
+from bestiary.training.checkpoint import Checkpoints, saved_steps
 from bestiary.training.config import CheckpointSection, LoopSection, OptimSection
 from bestiary.training.control import Control
-from bestiary.training.errors import InvalidRun, RewardFailed, RoleLost
+from bestiary.training.errors import ClusterLost, InvalidRun, RewardFailed, RoleLost
 from bestiary.training.loop import Trainer
 from bestiary.training.optim import Optimisers
 from bestiary.training.parallel import build_mesh, clip_grad_norm, data_parallel, parallelize
@@ -24,6 +27,7 @@ from bestiary.training.processes import processes
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.environments import Heard, Said
 from bestiary.training.rl.groups import Group, Pool
+from bestiary.training.rl.placed import finishing
 from bestiary.training.rl.policy import Account, LocalPolicy, Room
 from bestiary.training.rl.policy_gradient import PolicyGradient
 from bestiary.training.rl.records import Experience
@@ -53,6 +57,14 @@ def local_policy(src, out):
         yield policy_of(src, out, here)
 
 
+class Slowly(Checkpoints):
+    """Resume points that take their time."""
+
+    def _write(self, *told):
+        time.sleep(1)
+        super()._write(*told)
+
+
 def policy_of(src, out, here):
     mesh = build_mesh()
     data = data_parallel(mesh)
@@ -73,7 +85,7 @@ def policy_of(src, out, here):
         data_parallel=data.size,
         clip=clip_grad_norm,
     )
-    saver = Checkpoints(out, CheckpointSection(), {"recipe": "policy_gradient"}, group=here.saving)
+    saver = Slowly(out, CheckpointSection(), {"recipe": "policy_gradient"}, group=here.saving)
     room = Room(PACK["pack_length"], PACK["pad_id"], agree=data.largest if data.size > 1 else None)
     return LocalPolicy(trainer, room, saver=saver)
 
@@ -224,6 +236,39 @@ def stepped(made, remote, engine, local, tmp_path):
     assert (remote.version, remote.trained()) == (1, {"p0": 1, "p1": 1})
     close(weights(remote, tmp_path / "again"), dict(local.model.named_parameters()))
     assert remote.sync(engine).version == engine.version == 1
+
+
+def test_an_error_in_mid_round_comes_behind_the_resume_point_that_is_being_written(groups):
+    src, made = groups
+    remote, saved = RemotePolicy(made["policy"]), Path(src).parent / "out"
+    remote.optim_step()
+    remote.save_state({"round": remote.version})
+    assert remote.version not in saved_steps(saved)
+    with pytest.raises(RewardFailed, match="in mid-round"), finishing(remote):
+        raise RewardFailed("in mid-round")
+    assert remote.version in saved_steps(saved)
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (RewardFailed("first"), 1),
+        (KeyboardInterrupt("first"), 1),
+        (RoleLost("first", role="reward"), 1),
+        (RoleLost("first", role="policy"), 0),
+        (ClusterLost("first"), 0),
+    ],
+)
+def test_the_error_that_ends_a_run_stays_the_first_and_a_policy_that_is_lost_is_not_waited_for(error, asked):
+    waited = []
+
+    def finish():
+        waited.append(1)
+        raise RoleLost("second", role="policy")
+
+    with pytest.raises(type(error), match="first"), finishing(SimpleNamespace(finish=finish)):
+        raise error
+    assert len(waited) == asked
 
 
 def test_an_engine_that_dies_in_a_sync_is_named_and_the_policy_goes_on(groups, tmp_path):
