@@ -1,6 +1,7 @@
 """The controller with episodes in threads: worlds that wait, sampling ahead, and a loop of one's own."""
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from bestiary.training.rl.environments import Heard
 from bestiary.training.rl.episodes import Episodes
 from bestiary.training.rl.records import Experience
 from bestiary.training.rl.rollout import Sampling
+from bestiary.training.rl.rollout_check import StaleWeights, WrongTemperature
 
 from .small_policy import policy
 from .small_rounds import Even, Numbers, controller, result
@@ -73,6 +75,38 @@ def test_without_running_ahead_threads_change_nothing(tmp_path):
     for (name, ours), theirs in zip(result(one)[0].items(), result(other)[0].values(), strict=True):
         assert (ours - theirs).abs().max() < 1e-12, name
     assert one.log.of("rl/staleness_max") == [0, 0]
+
+
+class Off(EmbeddedEngine):
+    """From a version on it says what other weights would; or it samples for rounds at another temperature."""
+
+    behind = temperature = None
+
+    def generate(self, prompts, sampling, *, keys=None):
+        if keys is not None and self.temperature is not None:
+            sampling = replace(sampling, temperature=self.temperature)
+        said = super().generate(prompts, sampling, keys=keys)
+        off = self.behind is not None and self.version >= self.behind
+        return [replace(one, log_probs=one.log_probs - 0.5) for one in said] if off else said
+
+
+@pytest.mark.parametrize(
+    ("behind", "temperature", "error", "rounds"),
+    [(None, None, None, 2), (1, None, StaleWeights, 0), (None, 1.3, WrongTemperature, 0)],
+)
+def test_rounds_without_an_answer_of_their_own_version_rest_on_the_sync_and_on_the_first_round(
+    behind, temperature, error, rounds
+):
+    """Each version is asked before it samples for a round; what is wrong in every round is so in the first."""
+    made = controller(rounds=2, staleness=1, algorithm=named("grpo"))
+    engine = made.roles.sampler.engine = Off(made.roles.policy.model)
+    engine.behind, engine.temperature = behind, temperature
+    with nullcontext() if error is None else pytest.raises(error):
+        made.fit()
+    assert made.round == rounds
+    if error is None:
+        assert made.log.of("rl/staleness_max") == [0, 1]  # the second round has answers of the version before alone
+        assert made.log.of("rl/staleness_mean") == [0, 1]
 
 
 @pytest.mark.slow
