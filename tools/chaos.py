@@ -186,10 +186,11 @@ def write_run(folder: Path, rounds: int, **changes: Any) -> Path:
 def trained(out: Path) -> Counter[str]:
     """Names of prompts to the optimiser steps that they were in, as the newest resume point holds them."""
     from bestiary.training.checkpoint import STATE, saved_steps
+    from bestiary.training.rl.policy import trained_in
 
     folder = out / "checkpoints"
     state = json.loads((folder / f"step-{saved_steps(folder)[-1]:08d}" / STATE).read_text(encoding="utf-8"))
-    return Counter(state["data"]["trained"])
+    return Counter(trained_in(state["data"]))
 
 
 def under_fire(file: Path, roles: Sequence[str], *, every: int = 1, seed: int = 0) -> tuple[Any, Killer, int]:

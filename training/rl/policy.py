@@ -35,6 +35,7 @@ from bestiary.training.rl.packing import Column, ExperiencePack, pack, with_log_
 from bestiary.training.rl.records import Experience, Trajectory, Values
 from bestiary.training.rl.rollout import Constraint, Rollout, RolloutEngine, Sampling
 from bestiary.training.rl.rollout_check import FULL, HALF, StaleWeights, check_allowed, check_rollouts, computed_in
+from bestiary.training.rl.trained_names import packed, unpacked
 from bestiary.training.rl.weight_sync import Synced, sync
 
 T = TypeVar("T")
@@ -98,14 +99,20 @@ class Account:
 
     def global_state(self) -> dict[str, Any]:
         """JSON values, the same in every process."""
-        return {"controller": self.controller, "trained": dict(self.trained)}
+        return {"controller": self.controller, "trained_names": packed(self.trained)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What `global_state` gave."""
-        self.controller, self.trained = state["controller"], Counter(state["trained"])
+        self.controller, self.trained = state["controller"], Counter(trained_in(state))
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def trained_in(state: Mapping[str, Any]) -> dict[str, int]:
+    """Names of prompts to the steps they were in, of what `Account.global_state` gave, now or before it packed them."""
+    stored = state.get("trained_names")
+    return dict(state["trained"]) if stored is None else unpacked(stored)
 
 
 class LocalPolicy:
@@ -266,6 +273,9 @@ class LocalPolicy:
 
     def check(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """See `roles.Policy`.
+
+        Log-probabilities of older versions differ since the weights moved: they are measured and not bounded. Those
+        weights were compared by `sync`, before they sampled.
 
         Raises:
             StaleWeights, WrongTemperature, Retokenised: of answers sampled by this version, see `check_rollouts`.
