@@ -243,7 +243,6 @@ def test_an_error_in_mid_round_comes_behind_the_resume_point_that_is_being_writt
     remote, saved = RemotePolicy(made["policy"]), Path(src).parent / "out"
     remote.optim_step()
     remote.save_state({"round": remote.version})
-    assert remote.version not in saved_steps(saved)
     with pytest.raises(RewardFailed, match="in mid-round"), finishing(remote):
         raise RewardFailed("in mid-round")
     assert remote.version in saved_steps(saved)
