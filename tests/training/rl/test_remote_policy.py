@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from bestiary.models import AutoDecoder
 from bestiary.training.checkpoint import Checkpoints, saved_steps
 from bestiary.training.config import CheckpointSection, LoopSection, OptimSection
 from bestiary.training.control import Control
-from bestiary.training.errors import ClusterLost, InvalidRun, RewardFailed, RoleLost
+from bestiary.training.errors import InvalidRun, RewardFailed, RoleLost
 from bestiary.training.loop import Trainer
 from bestiary.training.optim import Optimisers
 from bestiary.training.parallel import build_mesh, clip_grad_norm, data_parallel, parallelize
@@ -246,28 +245,6 @@ def test_an_error_in_mid_round_comes_behind_the_resume_point_that_is_being_writt
     with pytest.raises(RewardFailed, match="in mid-round"), finishing(remote):
         raise RewardFailed("in mid-round")
     assert remote.version in saved_steps(saved)
-
-
-@pytest.mark.parametrize(
-    ("error", "asked"),
-    [
-        (RewardFailed("first"), 1),
-        (KeyboardInterrupt("first"), 1),
-        (RoleLost("first", role="reward"), 1),
-        (RoleLost("first", role="policy"), 0),
-        (ClusterLost("first"), 0),
-    ],
-)
-def test_the_error_that_ends_a_run_stays_the_first_and_a_policy_that_is_lost_is_not_waited_for(error, asked):
-    waited = []
-
-    def finish():
-        waited.append(1)
-        raise RoleLost("second", role="policy")
-
-    with pytest.raises(type(error), match="first"), finishing(SimpleNamespace(finish=finish)):
-        raise error
-    assert len(waited) == asked
 
 
 def test_an_engine_that_dies_in_a_sync_is_named_and_the_policy_goes_on(groups, tmp_path):
