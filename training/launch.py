@@ -37,15 +37,14 @@ class Member:
 
     def __init__(self) -> None:
         self._interruption, self._events = Interruption(), _Events()
+        self._port: socket.socket | None = None
 
     def address(self) -> tuple[str, int]:
-        """A name of this node for the others, and a free port."""
+        """A name of this node for the others, and a port that nobody else is given while this process lives."""
         import ray
 
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as free:
-            free.bind((host, 0))
-            return host, int(free.getsockname()[1])
+        self._port = _reserved_port()
+        return ray.util.get_node_ip_address(), int(self._port.getsockname()[1])
 
     def run(self, config: Mapping[str, Any], folder: str, environment: Mapping[str, str]) -> Outcome | BestiaryError:
         """Train.
@@ -240,6 +239,20 @@ class _Told:
             for name, arguments in found:
                 for tracker in self._also:
                     getattr(tracker, name)(*arguments)
+
+
+def _reserved_port() -> socket.socket:
+    """A socket on a port that is free on every address, as torch's store listens on all of them.
+
+    Nobody is given a port that is bound, and who asks for it by number and reuses addresses, as the store does, has it.
+    """
+    both = socket.has_dualstack_ipv6()
+    held = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
+    if both:
+        held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    return held
 
 
 @contextmanager

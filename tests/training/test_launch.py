@@ -5,11 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import ray
+from torch.distributed import TCPStore
 
 from bestiary.training import launch as launching
 from bestiary.training.config import load_run_config
@@ -52,7 +54,7 @@ def same(found, expected):
 def test_accelerate_launch_trains_as_one_process_does(place, tmp_path, whole):
     """`--multi_gpu` makes it start several processes, on CPUs too."""
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind(("", 0))  # on every address, as torch listens on all of them
         port = str(free.getsockname()[1])
     launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     options = ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
@@ -139,6 +141,17 @@ def test_two_actors_killed_and_resumed_train_as_one_process_does(place, tmp_path
     assert heard.calls == [("start", outcome.resumed), ("close", None)]
     assert heard.steps[-1] == 12
     same(curves(tmp_path / "run"), whole)
+
+
+def test_the_port_of_a_run_is_free_on_every_address_and_nobody_else_is_given_it():
+    """torch's store listens on all addresses, seconds after the port was chosen; another program has one of them."""
+    member = launching.Member()
+    host, port = member.address()
+    for address in (host, "127.0.0.1", ""):
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((address, port))
+    for libuv in (True, False):
+        assert TCPStore(host, port, 1, True, timedelta(seconds=5), use_libuv=libuv).port == port
 
 
 def test_a_signal_to_the_driver_asks_every_actor_to_stop():
