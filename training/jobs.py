@@ -287,15 +287,16 @@ def local_cluster(nodes: int, cores: int, gpus: int = 0) -> Iterator[str]:
         _environment({**dict.fromkeys(ADDRESSES), "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}),
     ):
         cluster = Cluster()
+        # No port: 8265, or the next that no dashboard of another cluster has.
+        head: dict[str, Any] = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": None}
         try:
             for index in range(nodes):
-                head: dict[str, Any] = {"include_dashboard": True, "dashboard_host": "127.0.0.1"} if index == 0 else {}
                 cluster.add_node(
                     num_cpus=cores,
                     num_gpus=gpus,
                     env_vars=_devices(index, gpus),
                     dashboard_agent_listen_port=None,  # any: other clusters of this machine have the usual one
-                    **head,
+                    **(head if index == 0 else {}),
                 )
             yield f"http://{cluster.webui_url}"
         finally:

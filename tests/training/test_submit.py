@@ -149,6 +149,13 @@ def test_what_the_cluster_has_no_room_for_is_refused_before_it_is_submitted(clus
 
 
 @pytest.mark.slow
+def test_a_second_cluster_of_this_machine_has_a_dashboard_of_its_own(cluster):
+    with local_cluster(1, 1) as other:
+        assert other != cluster
+        assert Jobs(other).listed() == []
+
+
+@pytest.mark.slow
 def test_a_job_that_is_not_there_is_named_with_those_that_are(cluster):
     with pytest.raises(InvalidRun, match="no job 'nobody'"):
         Jobs(cluster).find("nobody")
