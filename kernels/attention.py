@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bestiary.kernels.attention_documents import BLOCK, document_attention, ranges_of, scattered
 from bestiary.kernels.attention_flex import BUCKET, block_mask, flex, flex_obstacle
-from bestiary.kernels.dispatch import choose
+from bestiary.kernels.dispatch import apart_from_training, choose
 from bestiary.kernels.errors import UnsupportedDispatch
 from bestiary.kernels.precision import at_least_fp32
 
@@ -268,8 +268,9 @@ def _fastest_first(q: Tensor, mask: MaskSpec) -> tuple[str, ...]:
     if q.device.type == "cpu":
         # Blocks beat torch's causal call and any dense mask, except where there is one block and calls are what costs.
         # The order matters: if training asked for the length, compilation would split short inputs from long ones.
-        # A pack runs as it trains also without gradients, so that a reference policy gives the bits of the policy.
-        short = queries == 1 or (not torch.is_grad_enabled() and queries <= BLOCK and mask.documents is None)
+        # A pack runs as it trains also without gradients, so that a reference policy gives the bits of the policy; rows
+        # with padding do inside `as_trained`.
+        short = queries == 1 or (apart_from_training() and queries <= BLOCK and mask.documents is None)
         return ("sdpa", "documents", "eager", "flex") if short else ("documents", "sdpa", "eager", "flex")
     if queries < BUCKET:
         return ("sdpa", "eager", "flex", "documents")

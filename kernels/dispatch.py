@@ -2,11 +2,13 @@
 
 A kernel lists its implementations in order of preference, each with the reason why it cannot run here (None: it can).
 `force` fixes the choice for a block of code; a forced implementation that cannot run is an error that says why.
-`record` tells afterwards what ran. `OPERATIONS` lists everything that is chosen here, for those who compare all of it.
+`as_trained` makes it the same without gradients as with them. `record` tells afterwards what ran. `OPERATIONS` lists
+everything that is chosen here, for those who compare all of it.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +77,7 @@ class Log(list[tuple[str, str]]):
 
 _forced: dict[str, str] = {}
 _logs: list[Log] = []
+_as_trained: ContextVar[bool] = ContextVar("bestiary_as_trained", default=False)
 
 
 def choose(operation: str, obstacles: Mapping[str, str | None]) -> str:
@@ -139,3 +142,25 @@ def record() -> Iterator[Log]:
         yield log
     finally:
         _logs[:] = [other for other in _logs if other is not log]
+
+
+@contextmanager
+def as_trained() -> Iterator[None]:
+    """Inside, a pass without gradients chooses as one with gradients does, so that a reference gives the policy's bits.
+
+    Outside, few tokens without gradients take what is fastest for them, which adds in another order. Not for decoding,
+    which would be slower. In this thread (or task) alone.
+    """
+    before = _as_trained.set(True)
+    try:
+        yield
+    finally:
+        _as_trained.reset(before)
+
+
+def apart_from_training() -> bool:
+    """Whether speed alone may decide, because nobody compares the bits with those of a pass with gradients.
+
+    Never while a graph is traced: it would be compiled once for few tokens and once for many.
+    """
+    return not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not _as_trained.get()

@@ -6,7 +6,8 @@ through a (262144, 640) weight on two cores, against 14 ms for reading it at ful
     AVX-512 (Zen 5)    BLAS 92 ms, transposed 68 ms, oneDNN 31 ms
     the same, AVX2     BLAS 88 ms, transposed 66 ms, oneDNN 50 ms
 Many rows, with gradients or without: `products` says where. A loop that makes many products of few rows with the same
-weights has them packed once (`packed`), in bf16 as well.
+weights has them packed once (`packed`), in bf16 as well. The two libraries add in different orders: inside
+`dispatch.as_trained` few rows stay where training has them.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bestiary.kernels.dispatch import choose
+from bestiary.kernels.dispatch import apart_from_training, choose
 from bestiary.kernels.packed import packed, packs
 from bestiary.kernels.products import in_onednn, inner_product, mm
 
@@ -97,6 +98,6 @@ def _obstacle(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     rows = x.numel() // max(x.shape[-1], 1)
     if in_onednn(rows, weight):
         return None
-    if torch.is_grad_enabled() or not 0 < rows <= ROWS:
+    if not apart_from_training() or not 0 < rows <= ROWS:
         return f"only up to {ROWS} rows without gradients is packing the weight what costs"
     return None

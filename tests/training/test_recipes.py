@@ -20,7 +20,7 @@ from bestiary.training.data.packing import fit
 from bestiary.training.data.tokens import TeacherWords, Tokens
 from bestiary.training.errors import InvalidRun
 from bestiary.training.recipes.distill import Distill, likeliest
-from bestiary.training.recipes.documents import FORWARD
+from bestiary.training.recipes.documents import FORWARD, scoring_pass
 from bestiary.training.recipes.dpo import DPO
 from bestiary.training.recipes.kto import KTO, mismatched
 from bestiary.training.recipes.reference import AdaptersOff, Live, Stored
@@ -28,7 +28,7 @@ from bestiary.training.recipes.reward import Reward
 from bestiary.training.recipes.sft import SFT
 from bestiary.verify.weights import perturb
 
-from ..models.tiny import FAMILIES, tiny
+from ..models.tiny import FAMILIES, tiny, tokens
 from .recipes_case import assert_same, pack, pairs, singles, step
 
 ADAPTERS = LoRAConfig(r=2, alpha=4.0, targets=("*_proj",))
@@ -100,6 +100,29 @@ def test_policy_and_reference_agree_to_the_bit_at_the_first_step(dtype):
                 if loss != "robust":
                     assert total == 2 * exact, (family, loss)
                 torch.testing.assert_close(total, 2 * exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("adapters", [None, ADAPTERS], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)], ids=str
+)
+def test_few_tokens_in_padded_rows_are_scored_as_they_train(dtype, autocast, adapters):
+    """To the bit: by the policy without gradients, and by a frozen copy of it."""
+    ids = tokens(4, 13)
+    lengths = torch.tensor([[6], [7], [10], [13]])  # a sum over keys goes by fours: other sums with and without padding
+    mask = (torch.arange(13) < lengths).long()
+    for family in FAMILIES:
+        model = tiny(family, dtype, lora=adapters).train()
+
+        def log_probs(model):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                labels = ids.where(mask.bool(), -100)
+                return model(ids, attention_mask=mask, shift_labels=labels).log_probs.detach()
+
+        trained = log_probs(model)
+        for other in (model, deepcopy(model).requires_grad_(False).eval()):
+            with scoring_pass(other):
+                assert torch.equal(log_probs(other), trained), family
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bestiary.kernels.dispatch import as_trained
 from bestiary.models import Decoder
 from bestiary.models.inputs import read_inputs, shifted
 from bestiary.models.lora import adapters_off
@@ -98,8 +99,9 @@ def _scored(
     targets = shift_labels if shift_labels is not None else shifted(labels, inputs.documents)
     if targets is None:
         raise InvalidRun("fused_lm_head=True without labels.", remedy="labels or shift_labels say what is scored")
-    hidden, router_logits = decoder.model(inputs)
-    core = decoder.lm_head(hidden, targets, temperature=temperature, **columns)
+    with as_trained():  # the reference, and the policy before its update, are scored without gradients
+        hidden, router_logits = decoder.model(inputs)
+        core = decoder.lm_head(hidden, targets, temperature=temperature, **columns)
     shown = slice(None, targets.shape[1] - (shift_labels is None))
 
     def laid_out(column: Tensor | None) -> Tensor | None:

@@ -26,10 +26,10 @@ from bestiary.training.recipes.base import Batch, LossSum
 from bestiary.training.recipes.documents import (
     FORWARD,
     check_positive,
-    frozen_pass,
     model_inputs,
     on,
     router_term,
+    scoring_pass,
     token_sum,
 )
 from bestiary.training.recipes.elsewhere import Answer, Elsewhere, Question
@@ -135,7 +135,7 @@ class Distill:
             if context is not None:
                 words, log_prob = context.cut(words, 0), context.cut(log_prob, 0)
             return TopK(words, with_others(log_prob))
-        with frozen_pass(self.teacher):
+        with scoring_pass(self.teacher):
             said = self.teacher(**model_inputs(batch, self.teacher), return_teacher=True).teacher
             if self.top_k is None or not isinstance(said, TeacherHead):
                 return cast(TeacherHead, said)

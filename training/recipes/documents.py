@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bestiary.kernels.dispatch import as_trained
 from bestiary.models import Decoder
 from bestiary.training.data.batch import batch
 from bestiary.training.data.packing import Pack
@@ -76,6 +77,13 @@ def frozen_pass(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def scoring_pass(model: nn.Module) -> Iterator[None]:
+    """`frozen_pass` with the bits of a pass that trains: those of a policy whose weights are the same."""
+    with frozen_pass(model), as_trained():
+        yield
 
 
 def router_term(model: Decoder, found: Mapping[str, object], units: int) -> Tensor | float:

@@ -23,10 +23,10 @@ from bestiary.training.recipes.base import Batch, LossSum
 from bestiary.training.recipes.documents import (
     check_positive,
     document_batch,
-    frozen_pass,
     model_inputs,
     on,
     router_term,
+    scoring_pass,
 )
 from bestiary.training.recipes.names import known
 from bestiary.training.recipes.reference import Reference, Stored
@@ -119,7 +119,7 @@ class KTO:
             place = turn * ranks + rank
             found = document_batch(packed(rows[place] if place < len(rows) else [], length))
             found |= {name: batches[0][name] for name in {"context"} & batches[0].keys()}
-            with frozen_pass(model):
+            with scoring_pass(model):
                 log_probs = model(**model_inputs(found, model, "shift_labels")).log_probs
                 ratios = self.reference.ratios(model, log_probs, found)
             total += float(ratios.double().sum())

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bestiary.kernels.dispatch import as_trained
 from bestiary.models import Decoder
 from bestiary.models.lora import adapters_off
 from bestiary.training.data.packing import Pack
@@ -134,7 +135,7 @@ class Stored:
 
 def token_log_probs(model: Decoder, batch: Batch) -> Tensor:
     """(1, T) under a model, without a graph and without dropout."""
-    with frozen_pass(model) if model.training else nullcontext(), torch.no_grad():
+    with frozen_pass(model) if model.training else nullcontext(), torch.no_grad(), as_trained():
         found: Tensor = model(**model_inputs(batch, model, "shift_labels")).log_probs
     return found
 

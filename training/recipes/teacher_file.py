@@ -37,7 +37,7 @@ from bestiary.training.data.tokens import IGNORED, Tokens, digest_of
 from bestiary.training.errors import Diverged, InvalidRun
 from bestiary.training.export import load_tokenizer
 from bestiary.training.recipes.distill import Distill, likeliest
-from bestiary.training.recipes.documents import frozen_pass, model_inputs
+from bestiary.training.recipes.documents import model_inputs, scoring_pass
 
 WORDS = 64  # kept of each token where loss.options.top_k does not say
 _KINDS = ("chat", "distillation")
@@ -183,7 +183,7 @@ def _said(
     teacher, batch = asked.teacher, asked.batch(pack)
     assert isinstance(teacher, Decoder)
     assert asked.top_k is not None
-    with frozen_pass(teacher):
+    with scoring_pass(teacher):
         head = teacher(**model_inputs(batch, teacher), return_teacher=True).teacher
         counted = (batch["shift_labels"].flatten() != IGNORED).to(head.hidden.device)
         found = likeliest(head, asked.top_k, asked.temperature, counted)

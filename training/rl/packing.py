@@ -16,7 +16,7 @@ from bestiary.models import Decoder
 from bestiary.training.data.packing import Candidate, Pack, assemble
 from bestiary.training.data.source import Cursor
 from bestiary.training.errors import InvalidRun
-from bestiary.training.recipes.documents import document_batch, frozen_pass, model_inputs
+from bestiary.training.recipes.documents import document_batch, model_inputs, scoring_pass
 from bestiary.training.rl.records import Experience, Values
 from bestiary.training.rl.shared_prompts import Shared, scored, share
 
@@ -172,7 +172,7 @@ def with_log_probs(
     found = {id(one): one for one in experiences}
     for each in pack(experiences, pack_length, pad_id, at_least=at_least, shares=shares):
         batch = document_batch(each)
-        with frozen_pass(model):
+        with scoring_pass(model):
             given = model_inputs(batch | each.chosen_among(), model, "shift_labels", *each.chosen_among())
             values = scored(model, given, each.shared, temperature=each.temperature)["log_probs"][0]
         aligned = values.to("cpu", torch.promote_types(values.dtype, torch.float32)).roll(1).numpy()

@@ -13,7 +13,7 @@ from bestiary.models import AutoDecoder, Decoder
 from bestiary.models.layers.head import Head
 from bestiary.training.errors import InvalidRun
 from bestiary.training.recipes.distill import likeliest
-from bestiary.training.recipes.documents import frozen_pass, model_inputs, on
+from bestiary.training.recipes.documents import model_inputs, on, scoring_pass
 from bestiary.training.recipes.elsewhere import Question
 from bestiary.training.rl.cluster import enter
 
@@ -69,7 +69,7 @@ class LocalTeacher:
             InvalidRun: more words than it knows.
         """
         counted = on(question.counted, next(self.model.parameters()).device)
-        with self._computing, frozen_pass(self.model):
+        with self._computing, scoring_pass(self.model):
             said = self.model(**model_inputs(dict(question.given), self.model), return_teacher=True).teacher
             if question.top_k is None:
                 return {"hidden": said.hidden[counted]}
