@@ -40,6 +40,7 @@ from bestiary.models import Decoder
 from bestiary.models.sharding import kept
 from bestiary.training.checkpoint_reader import ResumePointReader
 from bestiary.training.config import CheckpointSection
+from bestiary.training.contents import NOTHING, Contents, check_contents
 from bestiary.training.errors import CheckpointRefused, SaveFailed
 from bestiary.training.loop import Progress, Trainer
 from bestiary.training.optim import Optimisers
@@ -59,6 +60,7 @@ class Checkpoints:
             anything else is refused by that name.
         place: of this process among those that draw random numbers of their own; tensor ranks share one.
         commits: of the hub, by the key that names the model; as `bound`, for what both sides know one of.
+        contents: of checkpoints that the run reads beside the one that it trains; likewise.
         group: of all processes, on gloo and for this alone; None: there is one.
         export: called with the trainer after the last one.
     """
@@ -71,6 +73,7 @@ class Checkpoints:
     seed: int = 0
     place: int = 0
     commits: Mapping[str, str] = field(default_factory=dict)
+    contents: Contents = field(default_factory=lambda: NOTHING)
     _writing: threading.Thread | None = field(default=None, init=False)
     _failure: SaveFailed | None = field(default=None, init=False)
 
@@ -124,6 +127,7 @@ class Checkpoints:
             "data": trainer.loader.global_state(),
             "bound": dict(self.bound),
             "commits": dict(self.commits),
+            "contents": {key: dict(files) for key, files in self.contents.items()},
             "frozen": frozen_checksums(trainer.model),
         }
 
@@ -222,6 +226,7 @@ class Checkpoints:
                 read_from=str(place),
                 remedy="restore it, or another `out` for the changed run",
             )
+        check_contents(state.get("contents", NOTHING), self.contents, read_from=str(place))
         check_frozen(state, model, place)
 
 
@@ -231,9 +236,12 @@ def check_frozen(state: Mapping[str, Any], model: Decoder, place: Path) -> None:
     Raises:
         CheckpointRefused.
     """
-    if state["frozen"] != frozen_checksums(model):
+    then, now = state["frozen"], frozen_checksums(model)
+    other = [name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]
+    if other:
         raise CheckpointRefused(
-            "the frozen weights are not those that the adapters were trained on.",
+            f"model.src = {model.name_or_path}: the frozen weights are not those that the adapters were trained on; "
+            f"{len(other)} of {len(now)} differ, {other[0]} among them.",
             read_from=str(place),
             remedy="the same model.src and revision, or another `out`",
         )

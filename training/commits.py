@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from bestiary.bridges.hub import at_revision, commit_of, is_commit, is_hub_id, resolve, split_revision
-from bestiary.kernels.errors import BestiaryError
 from bestiary.models import Decoder
 from bestiary.training.checkpoint import CHECKPOINTS, saved_steps
 from bestiary.training.config import CommonConfig
+from bestiary.training.control import decided
 from bestiary.training.errors import CheckpointRefused, InvalidRun
 from bestiary.training.export import CONFIG
 from bestiary.training.sections import read_mapping
@@ -57,19 +57,7 @@ def pinned(config: C, group: dist.ProcessGroup | None = None) -> C:
         CheckpointRefused: a revision that is another commit than the one that the run in `config.out` began with.
         CheckpointNotFound, OfflineError: of a hub id.
     """
-    if group is None:
-        return _pinned(config)
-    found: list[Any] = [None]
-    if dist.get_rank(group) == 0:
-        try:
-            found = [_pinned(config)]
-        except BestiaryError as error:  # for all of them, who would wait
-            found = [error]
-    dist.broadcast_object_list(found, src=0, group=group)
-    if isinstance(found[0], BestiaryError):
-        raise found[0]
-    pinned_config: C = found[0]
-    return pinned_config
+    return decided(lambda: _pinned(config), group)
 
 
 def pinned_name(name: str) -> str:

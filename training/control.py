@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from bestiary.kernels.errors import BestiaryError
 from bestiary.training.errors import OutOfMemory, RankLost
 
 T = TypeVar("T")
@@ -56,6 +57,29 @@ class Control:
         """Until all are here."""
         if self.group is not None:
             dist.barrier(group=self.group)
+
+
+def decided(find: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """What one process finds out for all, who would find different things in files or on a hub that somebody writes to.
+
+    Args:
+        find: called in the first process; what it returns travels as a pickle.
+        group: of all of them, which call this at once; None: there is one.
+    Raises:
+        BestiaryError: that of `find`, in all of them, who would wait.
+    """
+    if group is None:
+        return find()
+    found: list[T | BestiaryError | None] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            found = [find()]
+        except BestiaryError as error:
+            found = [error]
+    dist.broadcast_object_list(found, src=0, group=group)
+    if isinstance(found[0], BestiaryError):
+        raise found[0]
+    return cast(T, found[0])
 
 
 class Interruption:

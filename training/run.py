@@ -30,6 +30,7 @@ from bestiary.training.checkpoint import CHECKPOINTS, Checkpoints, saved_steps, 
 from bestiary.training.commits import commits_in, pinned
 from bestiary.training.components import component
 from bestiary.training.config import CommonConfig, ParallelSection, RolloutSection, RunConfig
+from bestiary.training.contents import contents_in
 from bestiary.training.control import Control, Interruption, named_failures
 from bestiary.training.data.config import DataConfig
 from bestiary.training.data.fingerprint import Fingerprint
@@ -194,6 +195,7 @@ def prepare(
         seed=config.loop.seed,
         place=place,
         commits=commits_in(config, model),
+        contents=contents_in(config, here.control),
     )
     seed_all(config.loop.seed, 0, place)
     held_out, evaluation = config.evaluation_data(), config.loop.evaluation

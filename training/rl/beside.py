@@ -10,6 +10,7 @@ from typing import Any
 from bestiary.bridges.fields import FLOAT_TYPES
 from bestiary.bridges.hub import resolve
 from bestiary.training.config import RunConfig
+from bestiary.training.contents import contents_in
 from bestiary.training.errors import Role
 from bestiary.training.rl.cluster import session
 from bestiary.training.rl.groups import Group, Pool, RoleWorker
@@ -35,6 +36,7 @@ class Beside:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
+        self._contents = contents_in(config)
         self._stack = ExitStack()
         self._groups: dict[Role, Group] = {}
         section = config.placement
@@ -88,6 +90,13 @@ class Beside:
                 config.rollouts.engines,
             )
         if config.loss.teacher is not None:
-            make = partial(teacher_process, config.loss.teacher, name, config.loop.deterministic, os.getcwd())
+            make = partial(
+                teacher_process,
+                config.loss.teacher,
+                name,
+                config.loop.deterministic,
+                os.getcwd(),
+                {key: files for key, files in self._contents.items() if key == "loss.teacher"},
+            )
             found["teacher"] = (TeacherWorker, make, config.teachers)
         return found

@@ -6,14 +6,12 @@ out/ holds what every run's does (see `bestiary.training.run`), and `rollouts/` 
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,6 +20,7 @@ from bestiary.training.checkpoint import CHECKPOINTS, Checkpoints, saved_steps, 
 from bestiary.training.commits import commits_in, pinned
 from bestiary.training.components import component
 from bestiary.training.config import ADAPTERS_OFF
+from bestiary.training.contents import Contents, contents_in
 from bestiary.training.control import Control, Interruption, named_failures
 from bestiary.training.data.tokenizer import BaseHFModelTokenizer
 from bestiary.training.errors import InvalidRun
@@ -36,7 +35,7 @@ from bestiary.training.owner import owned
 from bestiary.training.parallel import clip_grad_norm, data_parallel
 from bestiary.training.peaks import device_peak
 from bestiary.training.processes import Processes, processes
-from bestiary.training.rl.config import GrpoConfig, RewardSection
+from bestiary.training.rl.config import GrpoConfig
 from bestiary.training.rl.controller import Controller
 from bestiary.training.rl.conversations import ToolEnvironments
 from bestiary.training.rl.embedded import EmbeddedEngine
@@ -45,15 +44,13 @@ from bestiary.training.rl.episodes import Episodes
 from bestiary.training.rl.held_out import HeldOut
 from bestiary.training.rl.isolated import START_S
 from bestiary.training.rl.isolated_environments import IsolatedEnvironments
-from bestiary.training.rl.judges import EndpointJudge, FunctionJudge, Judge
 from bestiary.training.rl.policy import Account, LocalFrozen, LocalPolicy, Room
 from bestiary.training.rl.prompts import Prompts, count_prompts
-from bestiary.training.rl.reward_model import RewardModel
-from bestiary.training.rl.rewards import Chained, Rewards
-from bestiary.training.rl.roles import Frozen, Scorer
+from bestiary.training.rl.roles import Frozen
 from bestiary.training.rl.rollout import Constraint, RolloutEngine, Sampling
 from bestiary.training.rl.rollout_check import computed_in
 from bestiary.training.rl.rounds import Roles, Rounds
+from bestiary.training.rl.scorers import scorer_of
 from bestiary.training.rl.shared_prompts import shares
 from bestiary.training.rl.tools import Tools
 from bestiary.training.run import (
@@ -284,12 +281,17 @@ def refuse_small_context(config: GrpoConfig, context: int) -> None:
 
 
 def local_policy(
-    config: GrpoConfig, here: Processes, rounds: int, memory: PeakMemory | None = None
+    config: GrpoConfig,
+    here: Processes,
+    rounds: int,
+    memory: PeakMemory | None = None,
+    contents: Contents | None = None,
 ) -> tuple[LocalPolicy, BaseHFModelTokenizer]:
     """The policy, or this process's part of it, and its tokenizer; every process of a policy calls it at once.
 
     Args:
         rounds: of the run, which its schedule and its resume points depend on.
+        contents: of the checkpoints beside it, where they were read already.
     """
     check_folder(config)
     memory = memory or PeakMemory(here.device)
@@ -338,6 +340,7 @@ def local_policy(
         seed=loop.seed,
         place=data.rank,
         commits=commits_in(config, model),
+        contents=contents_in(config, here.control) if contents is None else contents,
     )
     seed_all(loop.seed, 0, data.rank)
     policy = LocalPolicy(
@@ -454,46 +457,3 @@ def environment_of(config: GrpoConfig) -> EnvironmentFactory | None:
     if section.apart:
         return IsolatedEnvironments(section.name, section.options, timeout_s=section.timeout_s)
     return partial(component(section.name, "environment.name", InvalidRun), **section.options)
-
-
-def scorer_of(config: GrpoConfig, tokenizer: BaseHFModelTokenizer, device: torch.device, stack: ExitStack) -> Scorer:
-    """Whoever judges, in this process: functions and endpoints, then reward models.
-
-    Args:
-        stack: closes them.
-    """
-    section = config.rewards
-    bound: dict[str, Any] = {"max_errors": section.max_errors, "window": section.window}
-    judges = {
-        one.name: judge_of(one) for one in section.functions if one.function is not None or one.endpoint is not None
-    }
-    rewards = Rewards(judges, tokenizer=tokenizer, **bound)
-    stack.callback(rewards.close)
-    dtype = config.precision.compute or config.precision.parameters
-    models = [
-        RewardModel.from_pretrained(one.model, tokenizer, dtype=dtype, device=device, name=one.name, **bound)
-        for one in section.functions
-        if one.model is not None
-    ]
-    return Chained([rewards, *models]) if models else rewards
-
-
-def judge_of(section: RewardSection) -> Judge:
-    """A function or an endpoint.
-
-    Raises:
-        InvalidRun: a function that cannot be loaded, or an environment variable that is missing.
-    """
-    common: dict[str, Any] = {"timeout_s": section.timeout_s, "rows": section.rows, "abstains": section.abstains}
-    if section.function is not None:
-        return FunctionJudge(section.function, processes=section.processes, **common)
-    assert section.endpoint is not None
-    headers = {}
-    if section.token is not None:
-        if section.token not in os.environ:
-            raise InvalidRun(
-                f"rewards: {section.name} has token = {section.token}, and no environment variable has that name.",
-                remedy=f"export {section.token}=…, with the token as its value",
-            )
-        headers = {"Authorization": f"Bearer {os.environ[section.token]}"}
-    return EndpointJudge(section.endpoint, requests=section.processes, headers=headers, **common)

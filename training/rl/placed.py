@@ -15,6 +15,7 @@ from bestiary.bridges.fields import FLOAT_TYPES
 from bestiary.bridges.hub import resolve
 from bestiary.kernels.errors import BestiaryError
 from bestiary.training.config import ADAPTERS_OFF
+from bestiary.training.contents import Contents, checkpoints_of, contents_in, refuse_others
 from bestiary.training.data.tokenizer import BaseHFModelTokenizer
 from bestiary.training.errors import ClusterLost, Role, RoleLost
 from bestiary.training.parallel import build_mesh
@@ -29,7 +30,6 @@ from bestiary.training.rl.grpo import (
     local_policy,
     refuse_small_context,
     sampler_of,
-    scorer_of,
 )
 from bestiary.training.rl.placement import PlacementSection
 from bestiary.training.rl.policy import LocalFrozen, LocalPolicy, Room
@@ -37,6 +37,7 @@ from bestiary.training.rl.remote import RemoteEnvironments, RemoteFrozen, Remote
 from bestiary.training.rl.remote_engine import RolloutGroup
 from bestiary.training.rl.roles import Frozen, Scorer
 from bestiary.training.rl.rounds import Roles
+from bestiary.training.rl.scorers import scorer_of
 from bestiary.training.rl.standalone import StandaloneEngine
 from bestiary.training.rl.weight_sync import WeightReceiver
 from bestiary.training.rl.workers import EnvironmentWorker, FrozenWorker, PolicyWorker, RewardWorker, RolloutWorker
@@ -68,13 +69,16 @@ def started(config: GrpoConfig, rounds: int, placement: PlacementSection, stack:
     # A process that is started again finds the run's own resume points, whatever the file says of those of another.
     section = config.checkpoint.model_copy(update={"resume": "auto"})
     plain = config.model_copy(update={"checkpoint": section}).model_dump(mode="json")
+    found = contents_in(config)  # here for all of them, and for those that are started again
+    judged = {key: found[key] for key in found if key.startswith("rewards.")}
+    asked = {key: found[key] for key in found.keys() - judged.keys()}
     wanted: dict[Role, tuple[type[RoleWorker], Callable[..., Any], int, int]] = {
-        "policy": (PolicyWorker, partial(policy_process, rounds=rounds), placement.policy, 1),
+        "policy": (PolicyWorker, partial(policy_process, rounds=rounds, contents=found), placement.policy, 1),
         "rollout": (RolloutWorker, engine_process, placement.rollout, 4),
-        "reward": (RewardWorker, reward_process, placement.reward, 1),
+        "reward": (RewardWorker, partial(reward_process, contents=judged), placement.reward, 1),
     }
     if config.reference is not None:
-        wanted["reference"] = (FrozenWorker, reference_process, placement.reference, 1)
+        wanted["reference"] = (FrozenWorker, partial(reference_process, contents=asked), placement.reference, 1)
     if config.environment is not None:
         calls = config.environment.threads * placement.rollout
         count = placement.environment
@@ -164,12 +168,12 @@ def tokenizer_of(config: GrpoConfig, vocabulary: int) -> BaseHFModelTokenizer:
 
 
 @contextmanager
-def policy_process(config: Mapping[str, Any], folder: str, *, rounds: int) -> Iterator[LocalPolicy]:
+def policy_process(config: Mapping[str, Any], folder: str, *, rounds: int, contents: Contents) -> Iterator[LocalPolicy]:
     """One rank of the policy."""
     read = _read(config, folder)
     with processes(read.loop.timeout_s) as here:
         torch.use_deterministic_algorithms(read.loop.deterministic)
-        policy, _ = local_policy(read, here, rounds)
+        policy, _ = local_policy(read, here, rounds, contents=contents)
         try:
             yield policy
         finally:
@@ -177,9 +181,14 @@ def policy_process(config: Mapping[str, Any], folder: str, *, rounds: int) -> It
 
 
 @contextmanager
-def reference_process(config: Mapping[str, Any], folder: str) -> Iterator[LocalFrozen]:
-    """The model before training, or the one that the file names."""
+def reference_process(config: Mapping[str, Any], folder: str, *, contents: Contents) -> Iterator[LocalFrozen]:
+    """The model before training, or the one that the file names.
+
+    Raises:
+        CheckpointRefused: another one than in `contents` lies there by now.
+    """
     read = _read(config, folder)
+    refuse_others(checkpoints_of(read), contents)
     with processes(read.loop.timeout_s) as here:
         named = read.reference
         src = read.model.named if named in (None, ADAPTERS_OFF) else str(named)
@@ -205,9 +214,14 @@ def engine_process(config: Mapping[str, Any], folder: str) -> WeightReceiver:
 
 
 @contextmanager
-def reward_process(config: Mapping[str, Any], folder: str) -> Iterator[Scorer]:
-    """Whoever judges."""
+def reward_process(config: Mapping[str, Any], folder: str, *, contents: Contents) -> Iterator[Scorer]:
+    """Whoever judges.
+
+    Raises:
+        CheckpointRefused: another reward model than in `contents` lies there by now.
+    """
     read = _read(config, folder)
+    refuse_others(checkpoints_of(read), contents)
     with ExitStack() as stack:
         tokenizer = read.data.tokenizer.load()
         yield scorer_of(read, tokenizer, torch.device("cpu"), stack)

@@ -11,6 +11,7 @@ from torch import Tensor
 from bestiary.bridges.hub import split_revision
 from bestiary.models import AutoDecoder, Decoder
 from bestiary.models.layers.head import Head
+from bestiary.training.contents import NOTHING, Contents, refuse_others
 from bestiary.training.errors import InvalidRun
 from bestiary.training.recipes.distill import likeliest
 from bestiary.training.recipes.documents import model_inputs, on, scoring_pass
@@ -77,13 +78,19 @@ class LocalTeacher:
             return {"words": found.words[counted].int(), "log_prob": found.log_prob[counted]}
 
 
-def teacher_process(src: str, dtype: str | None, deterministic: bool, folder: str) -> LocalTeacher:
+def teacher_process(
+    src: str, dtype: str | None, deterministic: bool, folder: str, contents: Contents = NOTHING
+) -> LocalTeacher:
     """In a process of its own: the teacher of a checkpoint.
 
     Args:
         dtype: that it computes in; None: the checkpoint's.   folder: that `src` may count from.
+        contents: of it as the run began, as `loss.teacher`.
+    Raises:
+        CheckpointRefused: another one lies there by now.
     """
     enter(folder)
+    refuse_others({"loss.teacher": src}, contents)
     torch.use_deterministic_algorithms(deterministic)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name, revision = split_revision(src)

@@ -17,8 +17,9 @@ from bestiary.training.errors import CheckpointRefused, EnvironmentFailed, Folde
 from bestiary.training.processes import processes
 from bestiary.training.rl import vllm_engine
 from bestiary.training.rl.config import RewardSection, load_grpo_config
-from bestiary.training.rl.grpo import engine_of, environment_of, judge_of, local_policy, run
+from bestiary.training.rl.grpo import engine_of, environment_of, local_policy, run
 from bestiary.training.rl.records import load_experiences
+from bestiary.training.rl.scorers import judge_of
 
 from ...models.tiny import tiny_config
 from ..data.conftest import folder
