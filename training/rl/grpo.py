@@ -6,6 +6,7 @@ out/ holds what every run's does (see `bestiary.training.run`), and `rollouts/` 
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from bestiary.bridges.fields import FLOAT_TYPES
 from bestiary.training.checkpoint import CHECKPOINTS, Checkpoints, saved_steps, seed_all
@@ -98,6 +100,7 @@ def run(config: GrpoConfig, *, also: Sequence[Tracker] = (), interruption: Inter
         CheckpointRefused, StateMismatch: the resume point is damaged or of another run.
         RewardFailed, EnvironmentFailed, StaleWeights, Diverged, SaveFailed, …: as roles and controller raise them.
     """
+    _refuse_several()
     config = pinned(config)
     with ExitStack() as stack:
         stack.enter_context(named_failures(estimate(config).words(), config.loop.timeout_s))
@@ -149,6 +152,20 @@ def run(config: GrpoConfig, *, also: Sequence[Tracker] = (), interruption: Inter
     )
 
 
+def _refuse_several() -> None:
+    """Each of them would ask a hub, start a cluster and write into the folder for itself.
+
+    Raises:
+        InvalidRun.
+    """
+    size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if size > 1:
+        raise InvalidRun(
+            f"bestiary grpo in {size} processes: its controller is one.",
+            remedy="start it without torchrun; placement.policy says how many ranks the policy has",
+        )
+
+
 @dataclass(frozen=True)
 class Cast:
     """Who works in a run.
@@ -166,11 +183,6 @@ class Cast:
 def in_one_process(config: GrpoConfig, rounds: int) -> Iterator[Cast]:
     """Everybody here."""
     with processes(config.loop.timeout_s) as here, ExitStack() as stack:
-        if here.size > 1:
-            raise InvalidRun(
-                f"bestiary grpo in {here.size} processes: its controller is one.",
-                remedy="start it without torchrun; placement.policy says how many ranks the policy has",
-            )
         torch.use_deterministic_algorithms(config.loop.deterministic)
         stack.callback(torch.use_deterministic_algorithms, False)
         policy, tokenizer = local_policy(config, here, rounds)

@@ -207,6 +207,15 @@ def test_tools_of_a_run_are_named_in_its_file(place):
         load_grpo_config(place / "run.json", ["out=x", "environment={threads: 2}"])
 
 
+@pytest.mark.parametrize("more", [[], ["placement={}"]])
+def test_several_processes_are_refused_before_each_of_them_asks_a_hub(place, tmp_path, monkeypatch, more):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("bestiary.training.rl.grpo.pinned", None)
+    with pytest.raises(InvalidRun, match=r"bestiary grpo in 2 processes: its controller is one\."):
+        run(load_grpo_config(place / "run.json", [f"out={tmp_path / 'out'}", *more]))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_prompts_in_another_tokenizers_ids_are_refused(place, tmp_path):
     other = tmp_path / "model"
