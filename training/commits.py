@@ -14,7 +14,15 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from bestiary.bridges.hub import at_revision, commit_of, is_commit, is_hub_id, resolve, split_revision
+from bestiary.bridges.hub import (
+    at_revision,
+    commit_of,
+    is_commit,
+    is_hub_id,
+    resolve,
+    resolve_tokenizer,
+    split_revision,
+)
 from bestiary.models import Decoder
 from bestiary.training.checkpoint import CHECKPOINTS, saved_steps
 from bestiary.training.config import CommonConfig
@@ -23,7 +31,8 @@ from bestiary.training.errors import CheckpointRefused, InvalidRun
 from bestiary.training.export import CONFIG
 from bestiary.training.sections import read_mapping
 
-_SECTIONS = ("model", "data.tokenizer")  # with the keys src and revision
+_TOKENIZER = "data.tokenizer"
+_SECTIONS = ("model", _TOKENIZER)  # with the keys src and revision
 _WORDS = ("loss.reference", "loss.teacher", "algorithm.reference")
 C = TypeVar("C", bound=CommonConfig)
 
@@ -40,6 +49,17 @@ class _Place:
     def read(self) -> tuple[str, str | None]:
         name = str(self.owner[self.src])
         return split_revision(name) if self.revision is None else (name, self.owner.get(self.revision))
+
+    def on_hub(self) -> bool:
+        """Whether it names a hub id; of tokenizers it may be one word."""
+        return is_hub_id(self.read()[0], one_word=self.key == _TOKENIZER)
+
+    def commit(self) -> str | None:
+        """The commit that it means now."""
+        src, revision = self.read()
+        if self.key == _TOKENIZER:
+            return commit_of(resolve_tokenizer(src, revision=revision)) or revision
+        return _commit(src, revision)
 
     def write(self, src: str, revision: str | None) -> None:
         if self.revision is None:
@@ -72,10 +92,10 @@ def commits_in(config: CommonConfig, model: Decoder | None = None) -> dict[str, 
     Args:
         model: that was read; as `base` it may be another one than the file names, which an adapter names in turn.
     """
-    named = {place.key: place.read() for place in _places(config.model_dump(mode="json"))}
-    if model is not None:
+    named = {place.key: place.read() for place in _places(config.model_dump(mode="json")) if place.on_hub()}
+    if model is not None and is_hub_id(model.name_or_path):
         named["base"] = (model.name_or_path, model.revision)
-    return {key: at_revision(src, at) for key, (src, at) in named.items() if is_hub_id(src) and is_commit(at)}
+    return {key: f"{src}@{at}" for key, (src, at) in named.items() if is_commit(at)}
 
 
 def _pinned(config: C) -> C:
@@ -86,15 +106,16 @@ def _pinned(config: C) -> C:
     for place in _places(plain):
         src, asked = place.read()
         then_src, then = known.get(place.key, (None, None))
-        if not is_hub_id(src):
+        if not place.on_hub():
             continue
         if then_src == src and asked in (None, then):
             place.write(src, then)  # None in a run of before commits were written down, which goes on as it began
             continue
-        commit = _commit(src, asked)
+        commit = place.commit()
         if then_src == src and is_commit(then) and commit != then:
+            named = src if asked is None else f"{src}@{asked}"
             raise CheckpointRefused(
-                f"{place.key}: {at_revision(src, asked)} is commit {commit}, and the run began with {then}.",
+                f"{place.key}: {named} is commit {commit}, and the run began with {then}.",
                 read_from=str(file),
                 remedy=f"{then} as the revision, or none, which means it; or another `out`",
             )

@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 
+from bestiary.bridges.errors import OfflineError
 from bestiary.bridges.hub import split_revision
 from bestiary.models import AutoDecoder
 from bestiary.training.commits import commits_in, pinned, pinned_name
@@ -117,6 +118,29 @@ def test_the_reference_is_of_the_commit_that_trains(place, tmp_path, hub):
     with processes(60) as here:
         reference = load_other(asked, asked.reference, here, mesh_of(asked.parallel, here))
     assert reference.revision == THEN
+
+
+def test_a_tokenizer_of_one_word_gets_its_commit(place, tmp_path, hub):
+    cached = place / "hub" / "models--word"
+    if not cached.exists():
+        shutil.copytree(place / "hub" / "models--somebody--model", cached, symlinks=True)
+    (cached / "refs" / "main").write_text(THEN)
+    asked = config(place, tmp_path, "data.tokenizer.src=word")
+    begun = pinned(asked)
+    assert begun.data.tokenizer.revision == THEN
+    assert commits_in(begun)["data.tokenizer"] == f"word@{THEN}"
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text(begun.yaml())
+    (cached / "refs" / "main").write_text(NOW)
+    assert pinned(asked) == begun
+    with pytest.raises(CheckpointRefused, match=rf"data\.tokenizer: .* is commit {NOW}, and the run began with {THEN}"):
+        pinned(config(place, tmp_path, "data.tokenizer.src=word", "data.tokenizer.revision=main"))
+
+
+def test_one_word_that_is_no_folder_and_no_tokenizer_of_the_cache_is_named(place, tmp_path):
+    with pytest.raises(OfflineError, match=r"tokenzer is no folder here"):
+        pinned(config(place, tmp_path, "data.tokenizer.src=tokenzer"))
 
 
 def test_folders_and_files_have_no_commit(place, tmp_path, monkeypatch):

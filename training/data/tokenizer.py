@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bestiary.bridges.hub import resolve_tokenizer
 from bestiary.training.data.errors import SampleRefused, TemplateRefused, TokenizerRefused
 from bestiary.training.data.fingerprint import PROBES, Fingerprint, digest, digest_ids, versions
 from bestiary.training.data.messages import Message, Tool
@@ -110,11 +111,13 @@ class BaseHFModelTokenizer:
 
         Raises:
             FingerprintChanged: says what changed.   TokenizerRefused: it is code. Errors as the constructor's.
+            CheckpointNotFound, OfflineError: there is no such folder or hub id, or no hub.
         """
         from transformers import AutoTokenizer  # seconds, which a process that only computes does not need
 
+        folder = resolve_tokenizer(src, revision=revision)  # of which transformers then asks no hub
         try:
-            found = AutoTokenizer.from_pretrained(str(src), revision=revision, trust_remote_code=False)
+            found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         except ValueError as error:
             if "custom code" not in str(error):
                 raise
@@ -123,6 +126,7 @@ class BaseHFModelTokenizer:
                 read_from=str(src),
                 remedy="a tokenizer that transformers knows: save it once as tokenizer.json where you trust that code",
             ) from error
+        found.name_or_path = str(src)
         made = cls(found, source=str(src), **options)
         if fingerprint is not None:
             made.fingerprint.require(fingerprint, str(src))

@@ -4,7 +4,9 @@ import gzip
 import json
 
 import pytest
+from huggingface_hub.utils import httpx
 
+from bestiary.bridges.hub import PATIENCE_S
 from bestiary.tools import cli
 from bestiary.tools.data_page import data_page
 from bestiary.training.data.config import load_data_config
@@ -192,3 +194,23 @@ def test_a_browser_shows_the_page(browser, report, tmp_path, width, dark):
     marked = tuple(int(part) for part in browser.ask(colour)[4:-1].split(","))
     assert shot.colours()[marked] > 50
     assert browser.complaints == []
+
+
+def test_a_tokenizer_that_no_hub_is_there_for_is_named_at_once(run_file, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def nobody(self, repo, *, revision, timeout):
+        asked.append((repo, timeout))
+        raise httpx.ConnectTimeout("no route")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", nobody)
+    content = json.loads(run_file.read_text())
+    content["data"]["tokenizer"] = {"src": "tokenzer"}
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    assert cli.main(["data", "inspect", str(tmp_path / "run.json")]) == 7
+    assert asked == [("tokenzer", PATIENCE_S)]
+    said = " ".join(capsys.readouterr().err.split())
+    assert "tokenzer is no folder here" in said
+    assert "HF_HUB_OFFLINE=1 asks no hub" in said

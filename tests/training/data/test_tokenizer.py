@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from bestiary.bridges.errors import OfflineError
 from bestiary.training.data.errors import FingerprintChanged, TokenizerRefused
 from bestiary.training.data.fingerprint import PROBES, Fingerprint
 from bestiary.training.data.messages import Message
@@ -169,3 +170,20 @@ def test_template_arguments_are_part_of_the_fingerprint(tokenizer_of):
     assert len(changed) == 2
     assert '"date":"2025-08-05"' in changed[0]
     assert changed[1] == "token ids of a small conversation"
+
+
+def test_a_tokenizer_of_the_hub_is_the_one_of_its_files_and_known_by_its_name(
+    tokenizer_of, tokenizer_folder, tmp_path, monkeypatch
+):
+    place = tmp_path / "models--word"
+    shutil.copytree(tokenizer_folder("smollm"), place / "snapshots" / ("e" * 40))
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("e" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    made, local = BaseHFModelTokenizer.from_pretrained("word"), tokenizer_of("smollm")
+    assert (made.source, made.hf.name_or_path) == ("word", "word")
+    assert made.fingerprint.probes == local.fingerprint.probes
+    assert made.fingerprint.chat == local.fingerprint.chat
+    with pytest.raises(OfflineError):
+        BaseHFModelTokenizer.from_pretrained("another")
