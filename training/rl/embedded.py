@@ -63,11 +63,11 @@ class EmbeddedEngine:
     def _answers(self, rows: Sequence[tuple[int, Sequence[int], int]], sampling: Sampling) -> list[Rollout]:
         """One answer to each (place, prompt, seed); with none, a row that only keeps the others company."""
         device = next(self.model.parameters()).device
-        prompts = {place: prompt for place, prompt, _ in rows}
-        line = {place: number for number, place in enumerate(prompts)}
-        ids, mask = _left_padded([*prompts.values()] or [[0]])
-        drawn = [uniforms(seed, sampling.max_tokens) for _, _, seed in rows]
-        numbers = np.stack(drawn) if drawn else np.zeros((1, sampling.max_tokens))
+        prompts: dict[tuple[int, ...], int] = {}
+        which = [prompts.setdefault(tuple(prompt), len(prompts)) for _, prompt, _ in rows]
+        ids, mask = _left_padded([*prompts] or [[0]])
+        drawn = _drawn([seed for _, _, seed in rows], sampling.max_tokens)
+        numbers = drawn if rows else np.zeros((1, sampling.max_tokens))
         tracks = None if sampling.constraint is None else Tracks(sampling.constraint, sampling.stop_ids)
         sequence, log_probs = self.model.generate(
             ids.to(device),
@@ -80,22 +80,22 @@ class EmbeddedEngine:
             stop_token_ids=sampling.stop_ids,
             pad_token_id=0,
             uniforms=torch.from_numpy(numbers).to(device),
-            prompt_of=torch.tensor([line[place] for place, _, _ in rows], device=device) if rows else None,
+            prompt_of=torch.tensor(which, device=device) if rows else None,
             finished=None if self._agree is None else partial(self._finished, self._agree, not rows),
             allowed=None if tracks is None else partial(self._allowed, tracks),
             return_log_probs=True,
         )
         said, told = sequence[:, ids.shape[1] :].cpu().numpy(), log_probs.cpu().numpy()
-        made = []
-        for row, ((place, _, _), words, values) in enumerate(zip(rows, said, told, strict=bool(rows))):
-            ends = np.isin(words, sampling.stop_ids)
-            if tracks is not None:
-                ends |= [tracks.ends(row, length) for length in range(1, len(words) + 1)]
-            length = int(ends.argmax()) + 1 if ends.any() else sampling.max_tokens
-            finish: Finish = "stop" if ends.any() else "length"
+        ends = np.isin(said, sampling.stop_ids)
+        if tracks is not None:
+            ends |= tracks.ends()
+        over, lengths = ends.any(1).tolist(), (ends.argmax(1) + 1).tolist()
+        words, made = said.astype(np.int32), []
+        for row, (place, _, _) in enumerate(rows):
+            length = lengths[row] if over[row] else sampling.max_tokens
+            finish: Finish = "stop" if over[row] else "length"
             allowed = None if tracks is None else tracks.of(row, length)
-            said_ids = words[:length].astype(np.int32)
-            made.append(Rollout(place, said_ids, values[:length], finish, self.version, allowed))
+            made.append(Rollout(place, words[row, :length], told[row, :length], finish, self.version, allowed))
         return made
 
     @staticmethod
@@ -109,7 +109,17 @@ class EmbeddedEngine:
 
 def uniforms(seed: int, count: int) -> NDArray[np.float64]:
     """(count,) numbers in [0, 1), a function of the seed alone."""
-    words = np.random.Philox(key=key_of("answer", seed)).random_raw(count)
+    return _drawn([seed], count)[0]
+
+
+def _drawn(seeds: Sequence[int], count: int) -> NDArray[np.float64]:
+    """(seeds, count): `uniforms` of each; one generator is put to the beginning of each, for making one takes long."""
+    generator = np.random.Philox(key=np.zeros(2, np.uint64))
+    beginning = generator.state
+    words = np.empty((len(seeds), count), np.uint64)
+    for row, seed in zip(words, seeds, strict=True):
+        generator.state = beginning | {"state": beginning["state"] | {"key": key_of("answer", seed)}}
+        row[:] = generator.random_raw(count)
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

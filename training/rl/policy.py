@@ -33,7 +33,7 @@ from bestiary.training.rl.embedded import Agree, EmbeddedEngine
 from bestiary.training.rl.mismatch import Parity, parity
 from bestiary.training.rl.packing import Column, ExperiencePack, pack, with_log_probs
 from bestiary.training.rl.records import Experience, Trajectory, Values
-from bestiary.training.rl.rollout import Constraint, Rollout, RolloutEngine, Sampling
+from bestiary.training.rl.rollout import Constraint, Rollout, RolloutEngine, Sampling, remembered
 from bestiary.training.rl.rollout_check import FULL, HALF, StaleWeights, check_allowed, check_rollouts, computed_in
 from bestiary.training.rl.trained_names import packed, unpacked
 from bestiary.training.rl.weight_sync import Synced, sync
@@ -309,23 +309,17 @@ class LocalPolicy:
         return [cast(T, one) for one, _ in every]
 
     def _check_allowed(self, trajectories: Sequence[Trajectory]) -> None:
+        constraint = remembered(self._constraint)
         for place, one in enumerate(trajectories):
             for _, turn in turns_of(one):
-                check_allowed(place, turn, self._constraint)
+                check_allowed(place, turn, constraint)
 
     def _parity(self, known: Sequence[Experience]) -> tuple[Parity, Parity]:
         """Of all answers, and of those that these weights sampled."""
-        found, current = Parity(), Parity()
-        for one in known:
-            if one.old_log_probs is not None:
-                ours, theirs, where = (
-                    torch.from_numpy(values)
-                    for values in (one.old_log_probs, one.trajectory.rollout_log_probs, one.trajectory.sampled)
-                )
-                compared = parity(ours, theirs, where)
-                found += compared
-                current += compared if one.trajectory.version == self.version else Parity()
-        return found, current
+        compared = [one for one in known if one.old_log_probs is not None]
+        current = [one for one in compared if one.trajectory.version == self.version]
+        found = _compared(compared)
+        return found, found if len(current) == len(compared) else _compared(current)
 
     def _bound(self) -> float:
         dtypes = [computed_in(self.model), *([self._engine_dtype] if self._engine_dtype else [])]
@@ -412,6 +406,14 @@ class LocalFrozen:
         """See `roles.Frozen`."""
         with adapters_off(self._model) if self._without else nullcontext():
             return self._room.log_probs(self._model, experiences, column)
+
+
+def _compared(known: Sequence[Experience]) -> Parity:
+    """What the engines and this policy say of the sampled tokens of all these answers."""
+    if not known:
+        return Parity()
+    columns = [(vars(one)["old_log_probs"], one.trajectory.rollout_log_probs, one.trajectory.sampled) for one in known]
+    return parity(*(torch.from_numpy(np.concatenate(each)) for each in zip(*columns, strict=True)))
 
 
 def _name(one: Experience) -> tuple[str, int]:

@@ -17,6 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -141,22 +143,38 @@ class RolloutEngine(Protocol):
 
 
 class Remembered:
-    """A constraint that is asked about each beginning once; what it allows, ascending."""
+    """A constraint that is asked about each beginning once; what it allows, ascending.
+
+    Beginnings have numbers, 0 that of no token at all, by which a longer one is found without reading it again.
+    """
 
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
-        self._known: dict[bytes, NDArray[np.int32]] = {}
+        self._longer: dict[tuple[int, int], int] = {}
+        self._known: dict[int, NDArray[np.int32]] = {}
 
     def __call__(self, beginning: NDArray[np.int32]) -> NDArray[np.int32]:
         """Ids that may follow (n,) int32."""
-        key = beginning.tobytes()
-        if key not in self._known:
-            self._known[key] = np.unique(self._constraint.allowed(beginning)).astype(np.int32)
-        return self._known[key]
+        return self.at(reduce(self.number, beginning.tolist(), 0), beginning)
+
+    def number(self, before: int, word: int) -> int:
+        """Of a beginning, given that of all but its last token."""
+        return self._longer.setdefault((before, word), len(self._longer) + 1)
+
+    def at(self, number: int, beginning: NDArray[np.integer[Any]]) -> NDArray[np.int32]:
+        """Ids that may follow the beginning of this number."""
+        if number not in self._known:
+            self._known[number] = np.unique(self._constraint.allowed(beginning.astype(np.int32))).astype(np.int32)
+        return self._known[number]
+
+    def along(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """(n, k): what each token of an answer may be, as `Rollout.allowed` says it."""
+        numbers = accumulate(ids.tolist(), self.number, initial=0)
+        return padded([self.at(number, ids[:place]) for place, number in zip(range(len(ids)), numbers, strict=False)])
 
 
 class Tracks:
-    """A constraint over answers that grow together, and what it allowed.
+    """A constraint over answers that grow together, and what it allowed; answers alike so far are looked at once.
 
     Args:
         constraint: asked once for each beginning.   stop_ids: behind which an answer is not asked about.
@@ -164,30 +182,51 @@ class Tracks:
 
     def __init__(self, constraint: Constraint, stop_ids: Sequence[int]) -> None:
         self._asked, self._stops = Remembered(constraint), set(stop_ids)
-        self._steps: list[list[NDArray[np.int32]]] = []  # of each token, and of what would follow the last
+        # Before each token, and behind the last: numbers of the answers' beginnings, and what may follow each of them.
+        self._begun: list[NDArray[np.int64]] = []
+        self._follows: list[dict[int, NDArray[np.int32]]] = []
+        self._told: dict[int, NDArray[np.int32]] = {}
 
     def next(self, said: NDArray[np.int64]) -> NDArray[np.int64]:
         """(answers, n) ids so far → (answers, k), those that may follow, -1 for no further one."""
-        rows = enumerate(said.astype(np.int32))
+        begun = self._longer(said[:, -1]) if self._begun else np.zeros(len(said), np.int64)
+        numbers, first, alike = np.unique(begun, return_index=True, return_inverse=True)
         whole = np.zeros(0, np.int32)
-        self._steps.append([self._asked(row) if self._goes_on(answer, row) else whole for answer, row in rows])
-        return padded(self._steps[-1]).astype(np.int64)
+        found = [
+            self._asked.at(number, said[row]) if self._goes_on(row, said[row]) else whole
+            for number, row in zip(numbers.tolist(), first.tolist(), strict=True)
+        ]
+        self._begun.append(begun)
+        self._follows.append(dict(zip(numbers.tolist(), found, strict=True)))
+        return padded(found)[alike].astype(np.int64)
 
     def of(self, answer: int, length: int) -> NDArray[np.int32]:
-        """(length, k): what the tokens of an answer were sampled among."""
-        return padded([step[answer] for step in self._steps[:length]])
+        """(length, k): what the tokens of an answer were sampled among; of answers alike, one array."""
+        number = int(self._begun[length - 1][answer])
+        if number not in self._told:
+            self._told[number] = padded([self._before(answer, place) for place in range(length)])
+        return self._told[number]
 
-    def ends(self, answer: int, length: int) -> bool:
-        """Whether nothing may follow so many tokens of an answer."""
-        return not len(self._steps[length][answer])
+    def ends(self) -> NDArray[np.bool_]:
+        """(answers, n): whether nothing may follow each token."""
+        steps = zip(self._follows[1:], self._begun[1:], strict=True)
+        return np.array([[not len(follows[number]) for number in begun.tolist()] for follows, begun in steps]).T
 
-    def _goes_on(self, answer: int, said: NDArray[np.int32]) -> bool:
-        return not self._steps or (len(self._steps[-1][answer]) > 0 and int(said[-1]) not in self._stops)
+    def _longer(self, last: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers of the answers' beginnings with one more token each."""
+        names, alike = np.unique(self._begun[-1] << 32 | last, return_inverse=True)
+        return np.array([self._asked.number(*divmod(name, 1 << 32)) for name in names.tolist()])[alike]
+
+    def _before(self, answer: int, place: int) -> NDArray[np.int32]:
+        return self._follows[place][int(self._begun[place][answer])]
+
+    def _goes_on(self, answer: int, said: NDArray[np.int64]) -> bool:
+        return not self._begun or (len(self._before(answer, len(said) - 1)) > 0 and int(said[-1]) not in self._stops)
 
 
-def allowed_along(constraint: Constraint, ids: NDArray[np.int32]) -> NDArray[np.int32]:
-    """(n, k): what each token of an answer may be, as `Rollout.allowed` says it."""
-    return padded([np.unique(constraint.allowed(ids[:place])).astype(np.int32) for place in range(len(ids))])
+def remembered(constraint: Constraint | None) -> Remembered | None:
+    """A constraint, to be asked about each beginning once; None: there is none."""
+    return None if constraint is None else Remembered(constraint)
 
 
 def padded(rows: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:

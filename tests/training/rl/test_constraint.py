@@ -150,6 +150,28 @@ def test_stop_ids_end_a_constrained_answer_and_max_tokens_cuts_it_off():
     assert check_rollouts(model, PROMPTS, found, sampling).largest < 1e-4
 
 
+class Counted:
+    """A catalogue that keeps what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def allowed(self, beginning):
+        self.asked.append(tuple(beginning))
+        return CATALOGUE.allowed(beginning)
+
+
+def test_a_constraint_is_asked_about_each_beginning_once_however_many_answers_have_it():
+    model, counted = tiny("qwen3", torch.float32), Counted()
+    sampling = replace(SAMPLING, n=20, constraint=counted)
+    found = EmbeddedEngine(model, rows=80).generate(PROMPTS, sampling)
+    begun = {tuple(one.ids[:place]) for one in found for place in range(4)}
+    assert sorted(counted.asked) == sorted(begun)
+    counted.asked.clear()
+    check_rollouts(model, PROMPTS, found, sampling)
+    assert sorted(counted.asked) == sorted(one for one in begun if len(one) < 3)
+
+
 def test_what_the_two_sides_make_of_it_otherwise_is_named():
     model = tiny("qwen3", torch.float32)
     found = answers(model)

@@ -10,8 +10,10 @@ import torch
 from bestiary.training.config import LoopSection
 from bestiary.training.control import Control
 from bestiary.training.errors import Diverged, InvalidRun
+from bestiary.training.rl import policy as rl_policy
 from bestiary.training.rl.algorithms import named
 from bestiary.training.rl.embedded import EmbeddedEngine
+from bestiary.training.rl.mismatch import parity
 from bestiary.training.rl.packing import pack
 from bestiary.training.rl.policy import LocalFrozen, Room
 from bestiary.training.rl.records import Experience, Trajectory
@@ -171,6 +173,15 @@ def test_what_a_check_computed_is_the_log_probabilities_before_the_step_and_not_
     made.optim_step()
     moved = made.log_probs(blank, "old_log_probs")
     assert not np.array_equal(moved[0].old_log_probs, fresh[0].old_log_probs)
+
+
+def test_all_answers_of_a_step_are_compared_at_once(monkeypatch):
+    made, calls = policy(), []
+    given = answers(made)
+    monkeypatch.setattr(rl_policy, "parity", lambda *columns: calls.append(len(columns[0])) or parity(*columns))
+    figures = made.check([*given, replace(given[0], sample=9, version=-1)])
+    assert calls == [sum(map(len, given)) + len(given[0]), sum(map(len, given))]  # all, and those of these weights
+    assert figures["rl/mismatch_max"] < 1e-9
 
 
 def test_what_one_process_of_a_policy_finds_wrong_is_raised_in_all_of_them():
