@@ -25,7 +25,7 @@ from bestiary.training.rl.allowance import Allowance
 from bestiary.training.rl.calls import Calls, TimedOut
 from bestiary.training.rl.environments import EnvironmentFactory, Heard, Said
 from bestiary.training.rl.episode import Episode, Group, added
-from bestiary.training.rl.records import RecordsRefused, Trajectory
+from bestiary.training.rl.records import RecordsRefused, Trajectory, sound
 from bestiary.training.rl.roles import Prompt
 from bestiary.training.rl.rollout import Finish, Rollout, RolloutEngine, Sampling, seed_of
 
@@ -227,15 +227,23 @@ class Episodes:
         """Those that are asked together: the oldest, and those sampled like it."""
         self._waiting.sort(key=lambda one: one.order)
         wanted = self._wanted(self._waiting[0])
-        alike = [one for one in self._waiting if _alike(self._wanted(one), wanted)][: self._batch]
-        chosen = set(map(id, alike))
-        self._waiting = [one for one in self._waiting if id(one) not in chosen]
-        return alike, wanted
+        compared: dict[tuple[int, int], bool] = {}
+        chosen, left = list[Episode](), list[Episode]()
+        for one in self._waiting:
+            kind = id(one.sampling), self._room(one)
+            if kind not in compared:
+                compared[kind] = _alike(self._wanted(one), wanted)
+            (chosen if compared[kind] and len(chosen) != self._batch else left).append(one)
+        self._waiting = left
+        return chosen, wanted
 
     def _wanted(self, episode: Episode) -> Sampling:
         """One answer; the seed is part of its name, so rounds that differ in nothing else are asked together."""
-        room = self._context - len(episode.ids)
-        return replace(episode.sampling, n=1, seed=0, max_tokens=min(episode.sampling.max_tokens, room))
+        return replace(episode.sampling, n=1, seed=0, max_tokens=self._room(episode))
+
+    def _room(self, episode: Episode) -> int:
+        """Tokens of its next answer, at most."""
+        return min(episode.sampling.max_tokens, self._context - len(episode.ids))
 
     def _answered(self, episode: Episode, rollout: Rollout, seconds: float) -> None:
         said = episode.say(rollout, seconds)
@@ -297,6 +305,7 @@ class Episodes:
         """What an environment answered; in its thread, or in that of `take` when it hangs."""
         with self._changed:
             self._playing -= 1
+            complete = self._complete
             if not self._closed:
                 episode.environment_s += seconds
                 if isinstance(raised, RoleLost | ClusterLost):  # no fault of the environment
@@ -311,7 +320,9 @@ class Episodes:
                         self._end(episode, heard.finish or episode.finish)
                     else:
                         self._waiting.append(episode)
-                self._changed.notify_all()
+                # To wake all at every answer would cost more than the answers.
+                if raised is not None or complete < self._complete or len(self._waiting) == 1 or not self._playing:
+                    self._changed.notify_all()
                 return
         if not isinstance(raised, TimedOut):
             episode.close()
@@ -369,6 +380,8 @@ def _check_answers(found: Sequence[Rollout], asked: Sequence[Episode]) -> None:
     """Refuse what no record can be made of while it can still be asked for again."""
     if len(found) != len(asked):
         raise RecordsRefused(f"the engine gave {len(found)} answers to {len(asked)} prompts.", remedy="one for each")
+    if sound(found):
+        return
     for one, episode in zip(found, asked, strict=True):
         Trajectory.of(
             one,

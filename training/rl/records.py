@@ -322,9 +322,10 @@ def _check_allowed(name: str, allowed: NDArray[np.int32], ids: NDArray[np.int32]
         raise RecordsRefused(
             f"{name}: allowed has shape {allowed.shape} for {len(ids)} tokens.", remedy="one row of ids for each token"
         )
-    outside = sampled & ~(allowed == ids[:, None]).any(1)
+    places = np.flatnonzero(sampled)
+    outside = ~(allowed[places] == ids[places, None]).any(1)
     if outside.any():
-        place = int(outside.argmax())
+        place = int(places[outside.argmax()])
         raise RecordsRefused(
             f"{name}: token {place}, id {int(ids[place])}, is not among the "
             f"{int((allowed[place] >= 0).sum())} that were allowed there.",
@@ -332,8 +333,28 @@ def _check_allowed(name: str, allowed: NDArray[np.int32], ids: NDArray[np.int32]
         )
 
 
+def sound(answers: Sequence[Rollout]) -> bool:
+    """Whether records can be made of all these answers; looked at together, so that many cost little."""
+    return all(
+        one.finish in get_args(Finish)
+        and one.ids.ndim == 1
+        and one.ids.shape == one.log_probs.shape
+        and (one.allowed is None or _are_allowed(one.allowed, one.ids))
+        for one in answers
+    ) and not (answers and _are_none(np.concatenate([one.log_probs for one in answers])).any())
+
+
+def _are_allowed(allowed: NDArray[np.int32], ids: NDArray[np.int32]) -> bool:
+    return allowed.ndim == 2 and len(allowed) == len(ids) and bool((allowed == ids[:, None]).any(1).all())
+
+
+def _are_none(values: Values) -> NDArray[np.bool_]:
+    """Which are no log-probabilities."""
+    return ~(np.isfinite(values) & (values <= _ABOVE))
+
+
 def _check_log_probs(name: str, column: str, values: Values) -> None:
-    wrong = ~(np.isfinite(values) & (values <= _ABOVE))
+    wrong = _are_none(values)
     if wrong.any():
         place = int(wrong.argmax())
         raise RecordsRefused(

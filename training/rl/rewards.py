@@ -52,6 +52,8 @@ class Rewards:
             InvalidRun: a reward of that name is there already.
         """
         check_names(self._judges, trajectories)
+        if not self._judges:
+            return list(trajectories)
         start = time.perf_counter()
         whole = [place for place, one in enumerate(trajectories) if "failed" not in one.extra]
         answers = [answer_of(trajectories[place], self._tokenizer) for place in whole]

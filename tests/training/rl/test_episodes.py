@@ -318,6 +318,18 @@ def test_episodes_whose_environments_are_quick_stay_together(monkeypatch):
     assert [len(call) for call in engine.calls] == [len(PROMPTS) * SAMPLING.n] * 3
 
 
+def test_of_many_episodes_not_each_wakes_whoever_waits(monkeypatch):
+    """But one that completes a group, the first that waits for an answer, and the last that was played."""
+    monkeypatch.setattr(rl_episodes, "LINGER", 1000.0)
+    episodes, woken = Episodes(ScriptedEngine(), context=CONTEXT, environment=Endless, max_turns=1), []
+    wake = episodes._changed.notify_all
+    monkeypatch.setattr(episodes._changed, "notify_all", lambda: woken.append(1) or wake())
+    episodes.put(PROMPTS[:2], Sampling(max_tokens=5, n=50))
+    assert len(episodes.take(2)) == 2
+    episodes.close()
+    assert len(woken) < 10
+
+
 def test_paused_nothing_is_sampled_and_a_conversation_over_a_sync_has_its_oldest_version():
     engine = ScriptedEngine()
     engine.may.clear()

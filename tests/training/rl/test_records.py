@@ -16,6 +16,7 @@ from bestiary.training.rl.records import (
     load_experiences,
     load_trajectories,
     save,
+    sound,
 )
 from bestiary.training.rl.rollout import Rollout
 
@@ -36,6 +37,26 @@ def same(found, expected):
             np.testing.assert_array_equal(other, value, err_msg=name)
         else:
             assert other == value, name
+
+
+def test_answers_are_sound_together_where_a_record_can_be_made_of_each():
+    ids, values, allowed = np.array([3, 4], np.int32), np.array([-1.0, 0.0], np.float32), np.array([[3, -1], [2, 4]])
+    good = [Rollout(0, ids, values, "stop", 0), Rollout(0, ids, values, "length", 0, allowed)]
+    assert sound(good)
+    assert sound([])
+    for wrong in (
+        {"log_probs": np.array([-1.0, np.nan])},
+        {"log_probs": np.array([-np.inf, -1.0])},
+        {"log_probs": np.array([0.1, -1.0])},
+        {"log_probs": values[:1]},
+        {"ids": ids[::-1]},
+        {"allowed": allowed[:1]},
+        {"finish": "end"},
+    ):
+        bad = replace(good[1], **wrong)
+        assert not sound([*good, bad])
+        with pytest.raises(RecordsRefused):
+            Trajectory.of(bad, [1], prompt_id="p", group_id="p", sample=0, temperature=1.0)
 
 
 def test_trajectories_are_read_as_they_were_written(tmp_path):

@@ -434,6 +434,11 @@ def published(**changes):
     return Qwen3(config, dtype=torch.float32)
 
 
+def test_without_judges_trajectories_are_handed_on():
+    given = [trajectory("p0"), trajectory("p1")]
+    assert all(one is other for one, other in zip(Rewards({}).score(given), given, strict=True))
+
+
 @pytest.mark.slow
 def test_a_reward_model_is_read_with_its_head_and_takes_the_policys_ids_alone(tmp_path):
     policy = load("smollm")
