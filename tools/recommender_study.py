@@ -161,6 +161,7 @@ class Study:
             EmbeddedEngine(self.model, rows=512),
             context=self.model.decoder_config.max_position_embeddings,
             environment=partial(Recommending, self.catalogue, shown=config.shown, gain=gain),
+            threads=1,  # it waits for nothing: more of them would only wait for one another
         )
         plan = self._plan("moments", rows, room.pack_length, 1)
         sampling = Sampling(

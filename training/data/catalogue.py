@@ -28,6 +28,7 @@ class Catalogue:
         tokens = self._tokens = ids.ids_of(codes)
         order = np.lexsort(tokens.T[::-1])
         self._sorted = tokens[order]
+        self._columns = [np.ascontiguousarray(column) for column in self._sorted.T]
         self._items = order
         if len(tokens) > 1 and (self._sorted[1:] == self._sorted[:-1]).all(1).any():
             raise SampleRefused("two items have the same codes.", remedy="distinct() tells them apart")
@@ -38,12 +39,10 @@ class Catalogue:
     def _range(self, beginning: Sequence[int] | NDArray[np.int32]) -> tuple[int, int]:
         """The rows of the sorted table that begin so."""
         low, high = 0, len(self._sorted)
-        for level, token in enumerate(beginning):
-            column = self._sorted[low:high, level]
-            low, high = (
-                low + int(np.searchsorted(column, token, "left")),
-                low + int(np.searchsorted(column, token, "right")),
-            )
+        # Of the table's own dtype: another one would have the column copied in every search.
+        for column, token in zip(self._columns, np.asarray(beginning, self._sorted.dtype), strict=False):
+            found = column[low:high]
+            low, high = low + int(found.searchsorted(token, "left")), low + int(found.searchsorted(token, "right"))
         return low, high
 
     def allowed(self, beginning: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
@@ -58,8 +57,8 @@ class Catalogue:
         low, high = self._range(beginning)
         return high - low
 
-    def tokens(self, item: int) -> NDArray[np.int32]:
-        """(levels,), those of an item."""
+    def tokens(self, item: int | Sequence[int]) -> NDArray[np.int32]:
+        """(levels,), those of an item; of several (items, levels)."""
         return self._tokens[item]
 
     def item(self, tokens: Sequence[int] | NDArray[np.int32]) -> int | None:

@@ -76,8 +76,8 @@ def assess(
         trained &= of.informative(total, groups)
     figures["trained"] = float(trained.double().mean())
     made = [
-        replace(one, advantages=_placed(one, found), trained=one.trained and bool(trains))
-        for one, found, trains in zip(experiences, values, trained, strict=True)
+        replace(one, advantages=_placed(one, found), trained=one.trained and trains)
+        for one, found, trains in zip(experiences, values, trained.tolist(), strict=True)
     ]
     return Assessed(made, figures)
 

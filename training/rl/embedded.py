@@ -89,11 +89,10 @@ class EmbeddedEngine:
         ends = np.isin(said, sampling.stop_ids)
         if tracks is not None:
             ends |= tracks.ends()
-        over, lengths = ends.any(1).tolist(), (ends.argmax(1) + 1).tolist()
+        lengths = np.where(ends.any(1), ends.argmax(1) + 1, sampling.max_tokens).tolist()
+        finishes: list[Finish] = np.where(ends.any(1), "stop", "length").tolist()
         words, made = said.astype(np.int32), []
-        for row, (place, _, _) in enumerate(rows):
-            length = lengths[row] if over[row] else sampling.max_tokens
-            finish: Finish = "stop" if over[row] else "length"
+        for row, ((place, _, _), length, finish) in enumerate(zip(rows, lengths, finishes, strict=bool(rows))):
             allowed = None if tracks is None else tracks.of(row, length)
             made.append(Rollout(place, words[row, :length], told[row, :length], finish, self.version, allowed))
         return made

@@ -77,7 +77,7 @@ class SharedCodes:
     def __call__(self, item: int, later: Collection[int]) -> float:
         """Of the right item that it is likest to."""
         own = self._catalogue.tokens(item)
-        right = np.stack([self._catalogue.tokens(other) for other in later])
+        right = self._catalogue.tokens([*later])
         shared = np.logical_and.accumulate(right == own, axis=1).sum(1)
         return float(self._worth[shared].max())
 

@@ -154,6 +154,7 @@ def test_allowed_tokens_are_those_of_some_item(codes):
     for number, row in enumerate(tokens):
         assert row[2] in catalogue.allowed(row[:2])
         assert catalogue.item(row) == number
+        assert catalogue.item([*row, 0]) is None
     assert catalogue.allowed([0]).size == 0
 
 
