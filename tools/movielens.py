@@ -15,10 +15,12 @@ class Interactions(NamedTuple):
     Attributes:
         histories: user → items by time, numbered from 0. What was rated in one second comes in the order of numbers.
         items: how many there are.
+        ratings: user → what each of these was rated, 1 to 5.
     """
 
     histories: dict[str, list[int]]
     items: int
+    ratings: dict[str, list[int]]
 
 
 def interactions() -> Interactions:
@@ -38,7 +40,9 @@ def interactions() -> Interactions:
     with open(str(file), encoding="utf-8", newline="") as table:
         rows = list(csv.reader(table, delimiter="\t"))[1:]
     numbers = {item: number for number, item in enumerate(sorted({row[1] for row in rows}, key=int))}
-    found: dict[str, list[int]] = {}
-    for user, item, _, _ in sorted(rows, key=lambda row: (row[0], float(row[3]), int(row[1]))):
-        found.setdefault(user, []).append(numbers[item])
-    return Interactions(found, len(numbers))
+    histories: dict[str, list[int]] = {}
+    ratings: dict[str, list[int]] = {}
+    for user, item, rating, _ in sorted(rows, key=lambda row: (row[0], float(row[3]), int(row[1]))):
+        histories.setdefault(user, []).append(numbers[item])
+        ratings.setdefault(user, []).append(int(float(rating)))
+    return Interactions(histories, len(numbers), ratings)

@@ -1,13 +1,12 @@
 """A recommender that learns from what users do: MovieLens-100k, semantic ids, SFT, then GRPO.
 
-Films are semantic ids, tokens of a small Qwen3 without any text. The warm start imitates histories: the next film
-behind every film. GRPO then has it recommend at moments of the same histories (sampling is constrained by the trie of
-the catalogue: films and nothing else), worth what the user watched in the ten events behind. Judged are users whom
-neither training has seen: NDCG@10 of what they watched in the next ten events, over the whole catalogue, by beam search
-under the same constraint, without films that the user had seen.
-
-The warm start is short: one pass over the histories. Imitating longer gets further than GRPO does from here, whose
-rewards are few, and a model that has imitated for four passes is not improved by it.
+Films are semantic ids, tokens of a small Qwen3 without any text. The histories of a fifth of the users are known: SFT
+imitates them, the next film behind every film, until that makes the next film of other users no likelier. All other
+users meet the policy: at moments of theirs it shows a film (sampling is constrained by the trie of the catalogue: films
+and nothing else), and what it hears is what that film alone is worth, which is 2^rating − 1 if the user watched it
+within ten events and nothing otherwise. Judged are users whom neither training has seen: NDCG@10 of the next ten
+events with the same worth, over the whole catalogue by the policy's probabilities, without films that the user had
+seen.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ examples:
 
 the file holds keys of bestiary.tools.recommender_study.RecommenderConfig, e.g. `rounds: 30`
 
-exit codes: 0 GRPO improved on its warm start in every seed, 1 it did not, 7 usage or environment"""
+exit codes: 0 GRPO improved on imitation in every seed, 1 it did not, 7 usage or environment"""
 
 
 class Watcher:
@@ -53,26 +52,26 @@ class Watcher:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Show the figures of a step."""
         if step % self._every == 0:
-            names = ("loss", "rl/reward", "rl/equal_groups", "rl/entropy", "rl/mismatch_max")
+            names = ("loss", "eval/loss", "rl/reward", "rl/equal_groups", "rl/entropy", "rl/mismatch_max")
             shown = ", ".join(f"{name} {values[name]:.4g}" for name in names if name in values)
             self._console.print(f"  step {step}: {shown}", highlight=False, soft_wrap=True)
 
 
 def study(config: RecommenderConfig, seed: int, out: Path, log: Watcher) -> dict[str, Any]:
-    """One seed: what its lists are worth by popularity, after the warm start, after GRPO; and seconds."""
+    """One seed: what its lists are worth by popularity, after SFT, after GRPO; and seconds."""
     made = Study(config, interactions(), out / f"seed-{seed}", seed=seed, log=log)
     found: dict[str, Judged] = {"popularity": made.judge_popularity()}
     seconds = {}
-    for name, train in (("warm start", made.warm_start), ("GRPO", made.reinforce)):
+    for name, train in (("SFT", made.imitate), ("GRPO", made.reinforce)):
         start = time.perf_counter()
         train()
         seconds[name] = time.perf_counter() - start
         found[name] = made.judge()
-    moved = [after - before for before, after in zip(found["warm start"].values, found["GRPO"].values, strict=True)]
+    moved = [after - before for before, after in zip(found["SFT"].values, found["GRPO"].values, strict=True)]
     return {
         "seed": seed,
-        "users": {"training": len(made.training), "held_out": len(made.held_out)},
-        "moments": len(moved),
+        "users": {part: len(getattr(made, part)) for part in ("logged", "online", "validation", "held_out")},
+        "judged": len(moved),
         "ndcg": {name: one.ndcg for name, one in found.items()},
         "next_item": {name: one.next_item for name, one in found.items()},
         "improvement": fmean(moved),
@@ -109,8 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """NDCG@10 of every seed, and mean and standard deviation over them."""
-    made = Table(title="MovieLens-100k, users whom no training saw: NDCG@10", title_justify="left")
-    names = ("popularity", "warm start", "GRPO")
+    made = Table(title="MovieLens-100k, users whom no training saw: NDCG@10 of rated films", title_justify="left")
+    names = ("popularity", "SFT", "GRPO")
     for column in ("seed", *names, "improvement", "the next film alone", "seconds"):
         made.add_column(column, justify="right")
     for row in rows:
@@ -118,8 +117,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
             str(row["seed"]),
             *(f"{row['ndcg'][name]:.4f}" for name in names),
             f"{row['improvement']:+.4f} ± {row['standard_error']:.4f}",
-            f"{row['next_item']['warm start']:.4f} → {row['next_item']['GRPO']:.4f}",
-            f"{row['seconds']['warm start']:.0f} + {row['seconds']['GRPO']:.0f}",
+            f"{row['next_item']['SFT']:.4f} → {row['next_item']['GRPO']:.4f}",
+            f"{row['seconds']['SFT']:.0f} + {row['seconds']['GRPO']:.0f}",
         )
     if len(rows) > 1:
         columns = [[row["ndcg"][name] for row in rows] for name in names] + [[row["improvement"] for row in rows]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -51,19 +51,28 @@ def discounts(count: int) -> NDArray[np.float64]:
     return 1.0 / np.log2(np.arange(count) + 2.0)
 
 
-def ndcg_of_lists(lists: Sequence[Sequence[int]], relevant: Sequence[Collection[int]], k: int) -> NDArray[np.float64]:
-    """NDCG@k of each user with several right items: (users,), 1 where the first places are all theirs.
+def ndcg_of_lists(
+    lists: Sequence[Sequence[int]], relevant: Sequence[Collection[int] | Mapping[int, float]], k: int
+) -> NDArray[np.float64]:
+    """NDCG@k of each user with several right items: (users,), 1 where the first places are the best, in their order.
 
     Args:
         lists: ranked, no item twice; what is missing of k counts for nothing.
-        relevant: at least one item each.
+        relevant: at least one item each; worth 1 each, or what a mapping says, above 0.
     """
     worth = discounts(k)
+    gains = [right if isinstance(right, Mapping) else dict.fromkeys(right, 1.0) for right in relevant]
     gained = [
-        sum(worth[rank] for rank, item in enumerate(shown[:k]) if item in right)
-        for shown, right in zip(lists, relevant, strict=True)
+        sum(worth[rank] * gain.get(item, 0.0) for rank, item in enumerate(shown[:k]))
+        for shown, gain in zip(lists, gains, strict=True)
     ]
-    return np.array(gained) / np.array([worth[: len(right)].sum() for right in relevant])
+    return np.array(gained) / np.array([ideal_gain(gain.values(), worth) for gain in gains])
+
+
+def ideal_gain(gains: Iterable[float], worth: NDArray[np.float64]) -> float:
+    """What the best list earns: the largest gains at the first places of `worth`."""
+    best = np.sort(np.fromiter(gains, np.float64))[::-1][: len(worth)]
+    return float(best @ worth[: len(best)])
 
 
 def mean_reciprocal_rank(ranks: NDArray[np.int64]) -> float:

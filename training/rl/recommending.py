@@ -6,18 +6,19 @@ one behind the other; that it is one, and names no item twice, `Lists` as the co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bestiary.training.data.catalogue import Catalogue
-from bestiary.training.data.ranking import discounts
+from bestiary.training.data.ranking import discounts, ideal_gain
 from bestiary.training.errors import InvalidRun
 from bestiary.training.rl.environments import Heard, Said
 from bestiary.training.rl.roles import Prompt
 
-Gain = Callable[[int, Collection[int]], float]
+Gain = Callable[[int, Mapping[int, float]], float]
+"""What showing an item is worth, given the items that the user took to later and what each of them is worth."""
 
 
 class Lists:
@@ -55,7 +56,7 @@ class Lists:
 
 
 class SharedCodes:
-    """A `Gain`: 1 of an item that is right, and something of one whose codes begin like those of an item that is.
+    """A `Gain`: all of what is right, and a share of it for an item whose codes begin like those of one that is.
 
     Right items are rare: under a policy that begins, most groups of answers have none, and say nothing. What items that
     begin alike have in common, their codes say (`residual_codes` puts like items under like beginnings).
@@ -74,26 +75,27 @@ class SharedCodes:
         self._catalogue = catalogue
         self._worth = np.array([*credit, *[0.0] * (levels - len(credit)), 1.0])
 
-    def __call__(self, item: int, later: Collection[int]) -> float:
-        """Of the right item that it is likest to."""
+    def __call__(self, item: int, later: Mapping[int, float]) -> float:
+        """Of the right item that gives most."""
         own = self._catalogue.tokens(item)
         right = self._catalogue.tokens([*later])
         shared = np.logical_and.accumulate(right == own, axis=1).sum(1)
-        return float(self._worth[shared].max())
+        return float((self._worth[shared] * np.fromiter(later.values(), np.float64)).max())
 
 
 class Recommending:
     """An `Environment`: the policy writes a list of items; the reward `ndcg` is the NDCG of what is shown of it.
 
-    The prompt's row has `later`: the items that the user took to behind the moment, one at least; and may have `seen`:
-    those that are not shown again. Such an item takes no place in the list, and where nothing else was said the reward
-    is None: what is not shown earns no judgement.
+    The prompt's row has `later`: the items that the user took to behind the moment, one at least; and may have `worth`:
+    what each of them is worth, above 0 (a rating, a price), else 1; and `seen`: items that are not shown again. Such an
+    item takes no place in the list, and where nothing else was said the reward is None: what is not shown earns no
+    judgement.
 
     Args:
         catalogue: whose items they are.
         shown: items of a list, in one answer or several. Of one alone the reward is its gain.
-        gain: an item and those of `later` to what it is worth, in [0, 1], or a business's own; None: 1 of those alone.
-            An item shown a second time is worth nothing.
+        gain: what an item is worth; None: what `worth` says of those of `later`, and nothing of others. An item shown
+            a second time is worth nothing.
 
     Raises:
         InvalidRun: `shown` below 1.
@@ -108,11 +110,15 @@ class Recommending:
         self._said = 0
 
     def reset(self, prompt: Prompt, *, seed: int) -> Sequence[int]:
-        """The moment as it stands in the prompt; nothing is drawn."""
-        self._later = frozenset(int(item) for item in prompt.row["later"])
+        """The moment as it stands in the prompt; nothing is drawn.
+
+        Raises:
+            InvalidRun: `later` without an item, or `worth` that is not one number above 0 for each.
+        """
+        self._later = _worths(prompt)
         self._seen = frozenset(prompt.row.get("seen", ()))
         self._items, self._said = [], 0
-        self._ideal = float(self._worth[: len(self._later)].sum())
+        self._ideal = ideal_gain(self._later.values(), self._worth)
         return prompt.ids
 
     def step(self, said: Said) -> Heard:
@@ -133,7 +139,7 @@ class Recommending:
     def _worth_of(self, item: int | None) -> float:
         if item is None or item in self._items:
             return 0.0
-        return float(item in self._later) if self._gain is None else self._gain(item, self._later)
+        return self._later.get(item, 0.0) if self._gain is None else self._gain(item, self._later)
 
     def cut_off(self) -> Mapping[str, float | None]:
         """A list that ended early has what it has."""
@@ -141,3 +147,15 @@ class Recommending:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _worths(prompt: Prompt) -> dict[int, float]:
+    """What each item of `later` is worth."""
+    later = [int(item) for item in prompt.row["later"]]
+    worth = [float(one) for one in prompt.row.get("worth", [1.0] * len(later))]
+    if not later or len(worth) != len(later) or not all(0.0 < one < np.inf for one in worth):
+        raise InvalidRun(
+            f"{prompt.prompt_id}: later has {len(later)} items, worth = {worth}.",
+            remedy="one item at least, and a number above 0 for each",
+        )
+    return dict(zip(later, worth, strict=True))

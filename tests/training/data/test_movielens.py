@@ -78,7 +78,9 @@ def trained(ids, labels, vocabulary, epochs):
 @pytest.mark.slow
 def test_semantic_ids_beat_popularity_over_the_full_catalogue(histories):
     """Against all items by popularity, and, harder, both without what the user has seen: nobody rates a film twice."""
-    found, items = histories
+    found, items, ratings = histories
+    assert {user: len(one) for user, one in ratings.items()} == {user: len(one) for user, one in found.items()}
+    assert {rating for one in ratings.values() for rating in one} == {1, 2, 3, 4, 5}
     split = leave_one_out(found)
     codes, _ = residual_codes(
         item_vectors(split.training.values(), items), levels=LEVELS, codebook_size=CODES, rounds=8

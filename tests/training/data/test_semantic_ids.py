@@ -180,6 +180,8 @@ def test_metrics_of_one_right_item():
     several = ndcg_of_lists([[4, 1, 2], [1]], [{1, 2, 7}, {1, 9}], 3)
     gained = 1 + 1 / np.log2(3)
     assert several.tolist() == pytest.approx([(gained - 1 + 0.5) / (gained + 0.5), 1 / gained])
+    graded = ndcg_of_lists([[4, 1, 2], [2]], [{1: 3.0, 7: 1.0}, {1: 3.0, 2: 1.0}], 2)
+    assert graded.tolist() == pytest.approx([3 / np.log2(3) / (3 + 1 / np.log2(3)), 1 / (3 + 1 / np.log2(3))])
     assert coverage(lists, 8) == 0.5
 
 

@@ -48,6 +48,23 @@ def test_a_list_is_worth_its_ndcg(order, later, shown):
     assert reward == pytest.approx(float(ndcg_of_lists([shown_items], [later], shown)[0]))
 
 
+@given(
+    st.permutations(range(ITEMS)),
+    st.dictionaries(st.integers(0, ITEMS - 1), st.floats(0.01, 40), min_size=1, max_size=6),
+    st.integers(1, 6),
+)
+def test_a_list_is_worth_its_ndcg_where_items_are_worth_more_or_less(order, later, shown):
+    prompt = Prompt(prompt_id="p", ids=(1, 2), row={"later": [*later], "worth": [*later.values()]})
+    reward = played(Recommending(CATALOGUE, shown=shown), prompt, order[:shown])
+    assert reward == pytest.approx(float(ndcg_of_lists([order[:shown]], [later], shown)[0]))
+
+
+@pytest.mark.parametrize("row", [{"later": []}, {"later": [1, 2], "worth": [1]}, {"later": [1], "worth": [0]}])
+def test_items_without_a_worth_are_refused(row):
+    with pytest.raises(InvalidRun, match="p: later has"):
+        Recommending(CATALOGUE).reset(Prompt(prompt_id="p", ids=(1, 2), row=row), seed=0)
+
+
 def test_an_item_is_worth_nothing_the_second_time():
     once, twice = (played(Recommending(CATALOGUE, shown=2), moment(4, 5), items) for items in ([4, 9], [4, 4]))
     assert once == twice < played(Recommending(CATALOGUE, shown=2), moment(4, 5), [4, 5]) == 1.0
@@ -78,9 +95,10 @@ def test_what_was_seen_is_not_shown_and_not_judged():
 def test_beginnings_that_are_right_earn_their_credit():
     """Of the later item that is nearest: items 0 and 1 share two codes, 0 and 2 one, 0 and 6 none."""
     gain = SharedCodes(CATALOGUE, (0.0, 0.2, 0.5))
-    assert [gain(item, [0]) for item in (0, 1, 2, 6)] == [1.0, 0.5, 0.2, 0.0]
-    assert gain(1, [6, 2, 0]) == 0.5
-    assert [SharedCodes(CATALOGUE)(item, [0]) for item in (0, 1)] == [1.0, 0.0]
+    assert [gain(item, {0: 1.0}) for item in (0, 1, 2, 6)] == [1.0, 0.5, 0.2, 0.0]
+    assert gain(1, {6: 1.0, 2: 1.0, 0: 1.0}) == 0.5
+    assert gain(1, {2: 1.0, 0: 0.1}) == 0.2
+    assert [SharedCodes(CATALOGUE)(item, {0: 1.0}) for item in (0, 1)] == [1.0, 0.0]
     assert played(Recommending(CATALOGUE, gain=gain), moment(0), [1]) == 0.5
     for credit in ((0.0, 0.2, 0.5, 1.0), (-0.1,)):
         with pytest.raises(InvalidRun, match="credit"):
