@@ -63,9 +63,9 @@ class EmbeddedEngine:
     def _answers(self, rows: Sequence[tuple[int, Sequence[int], int]], sampling: Sampling) -> list[Rollout]:
         """One answer to each (place, prompt, seed); with none, a row that only keeps the others company."""
         device = next(self.model.parameters()).device
-        prompts: dict[tuple[int, ...], int] = {}
-        which = [prompts.setdefault(tuple(prompt), len(prompts)) for _, prompt, _ in rows]
-        ids, mask = _left_padded([*prompts] or [[0]])
+        prompts = {place: prompt for place, prompt, _ in rows}
+        line = {place: number for number, place in enumerate(prompts)}
+        ids, mask = _left_padded([*prompts.values()] or [[0]])
         drawn = _drawn([seed for _, _, seed in rows], sampling.max_tokens)
         numbers = drawn if rows else np.zeros((1, sampling.max_tokens))
         tracks = None if sampling.constraint is None else Tracks(sampling.constraint, sampling.stop_ids)
@@ -80,7 +80,7 @@ class EmbeddedEngine:
             stop_token_ids=sampling.stop_ids,
             pad_token_id=0,
             uniforms=torch.from_numpy(numbers).to(device),
-            prompt_of=torch.tensor(which, device=device) if rows else None,
+            prompt_of=torch.tensor([line[place] for place, _, _ in rows], device=device) if rows else None,
             finished=None if self._agree is None else partial(self._finished, self._agree, not rows),
             allowed=None if tracks is None else partial(self._allowed, tracks),
             return_log_probs=True,

@@ -61,9 +61,6 @@ def test_a_prompt_is_computed_once_for_its_answers():
     made.model.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
     made.generate(PROMPTS, Sampling(max_tokens=3, n=5))
     assert shapes == [(4, 10), (20, 1), (20, 1)]
-    shapes.clear()
-    made.generate([[5, 9]] * 6, Sampling(max_tokens=2))  # as of episodes, which have one answer each
-    assert shapes == [(1, 2), (6, 1)]
 
 
 def test_seeds_keys_and_answers_each_give_other_words():
