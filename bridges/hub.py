@@ -131,9 +131,9 @@ def _fetch(repo: str, revision: str | None, wanted: Sequence[str]) -> Path:
             remedy="check the id; for a gated or private model log in with `hf auth login`",
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError, ConnectionError, TimeoutError) as error:
-        what = f"{name} is not in the local cache and the hub cannot be reached ({type(error).__name__})."
+        asked = name if "/" in repo else f"{repo} is no folder here. As a hub id: {name}"
         raise OfflineError(
-            what if "/" in repo else f"{repo} is no folder here. As a hub id: {what}",
+            f"{asked} is not in the local cache and the hub cannot be reached ({type(error).__name__}).",
             remedy="go online and leave HF_HUB_OFFLINE unset, fetch it once with `hf download "
             f"{repo}` where there is a network, or give the path of a local folder; HF_HUB_OFFLINE=1 asks no hub and "
             "waits for none",
