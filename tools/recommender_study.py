@@ -233,7 +233,7 @@ class Study:
         return row | {"later": _items(later), "worth": worth, "seen": _items(history[:place])}
 
     def _row(self, items: Sequence[int], *, trained_from: int) -> dict[str, Any]:
-        ids = np.concatenate([self.catalogue.tokens(item) for item in items])
+        ids = self.catalogue.tokens(items).reshape(-1)
         labels = np.where(np.arange(len(ids)) < trained_from * (LEARNT + 1), IGNORED, ids)
         return {"input_ids": ids.tolist(), "labels": labels.tolist()}
 

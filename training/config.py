@@ -30,7 +30,7 @@ RecipeName = Literal["sft", "dpo", "kto", "reward", "distill"]
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, lt=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 ADAPTERS_OFF = "adapters_off"
 Count = Annotated[int, Field(ge=1)]
 C = TypeVar("C", bound="CommonConfig")
@@ -163,10 +163,10 @@ class OptimSection(Section):
 
     name: Literal["adamw", "adamw8bit", "muon", "sgd"] = "adamw"
     lr: Positive | None = None
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.0
-    momentum: Share = 0.95
+    momentum: Decay = 0.95
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup: NotNegative = 0.03
     final: Annotated[float, Field(ge=0, le=1)] = 0.1

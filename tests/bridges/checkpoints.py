@@ -43,6 +43,23 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     return transformers.AutoConfig.for_model(model_type, **{"vocab_size": 1003, **TINY[model_type], **changes})
 
 
+def multimodal_config() -> Any:
+    """A small Gemma 3 with a vision tower, whose layers have names that the text model's have too."""
+    return transformers.Gemma3Config(
+        text_config=tiny_config("gemma3_text", vocab_size=1024).to_dict(),
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+        image_token_index=1010,
+    )
+
+
 def reference_model(config: Any, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
     """The transformers model of `config`, every parameter random (norms, biases and sinks too)."""
     torch.manual_seed(seed)

@@ -40,7 +40,7 @@ from .adapters import (
     saved,
     with_peft,
 )
-from .checkpoints import FAMILIES, edit_json, reload, tiny_config
+from .checkpoints import FAMILIES, edit_json, multimodal_config, reload
 
 EXACT = 1e-10
 CHOICES = ("q_proj", "0.self_attn.*", "mlp.*_proj", "experts.gate_up_proj", "2.mlp.experts.*", "mlp.gate")
@@ -291,22 +291,9 @@ def test_adapters_of_a_multimodal_gemma_find_the_text_model(base: Callable[[str]
 
 def test_an_adapter_of_a_multimodal_base_fits_the_multimodal_model(tmp_path: Path) -> None:
     """PEFT loads the base that the folder names: modules have a prefix there, and its vision tower has a q_proj too."""
-    config = transformers.Gemma3Config(
-        text_config=tiny_config("gemma3_text", vocab_size=1024).to_dict(),
-        vision_config={
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
-        },
-        mm_tokens_per_image=4,
-        image_token_index=1010,
-    )
     with promoted():
         torch.manual_seed(0)
-        theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+        theirs = transformers.Gemma3ForConditionalGeneration(multimodal_config()).eval()
     theirs.save_pretrained(tmp_path / "base")
     model = ours(tmp_path / "base", lora("q_proj", "0.mlp.down_proj", rank_pattern=(("1.self_attn.q_proj", 2),)))
     folder, expected = model.save_pretrained(tmp_path / "adapter"), logits(model)

@@ -15,7 +15,7 @@ from bestiary.bridges.storage import INDEX, SINGLE, SafetensorsSource
 from bestiary.models import AutoDecoder
 from bestiary.verify.weights import perturb
 
-from .checkpoints import FAMILIES, edit_json, reference_model, reload, tiny_config
+from .checkpoints import FAMILIES, edit_json, multimodal_config, reference_model, reload, tiny_config
 
 # Fields that exports spell differently with the same meaning, or that are bookkeeping.
 SPELLING = {"_name_or_path", "dtype", "architectures", "decoder_sparse_step", "mlp_only_layers", "transformers_version"}
@@ -235,21 +235,8 @@ def test_multimodal_weights_are_spliced_into_a_copy(multimodal: Path, tmp_path: 
 
 
 def test_a_real_multimodal_model_keeps_its_vision_and_takes_our_text(tmp_path: Path) -> None:
-    config = transformers.Gemma3Config(
-        text_config=tiny_config("gemma3_text", vocab_size=1024).to_dict(),
-        vision_config={
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
-        },
-        mm_tokens_per_image=4,
-        image_token_index=1000,
-    )
     torch.manual_seed(0)
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model = transformers.Gemma3ForConditionalGeneration(multimodal_config()).eval()
     model.save_pretrained(tmp_path / "hf")
     ours = AutoDecoder.from_pretrained(tmp_path / "hf")
     ids = torch.arange(3, 43)[None]

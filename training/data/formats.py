@@ -166,38 +166,36 @@ def _batch(batch: pa.RecordBatch, first: int, start: Place) -> Iterator[RawRow]:
         for index in range(max(start.row - first, 0), len(batch)):
             yield RawRow(Place(first + index), size, partial(_only, batch.slice(index, 1)))
         return
-    for index, row in enumerate(_rows_of(batch), first):
+    for index, row in enumerate(map(without_absent, batch.to_pylist()), first):
         if index >= start.row:
             yield RawRow(Place(index), size, lambda values=row: values)  # type: ignore[misc]
 
 
 def _only(batch: pa.RecordBatch) -> Row:
-    return _rows_of(batch)[0]
+    return without_absent(batch.to_pylist()[0])
 
 
-def _rows_of(batch: pa.RecordBatch) -> list[Row]:
-    """The rows; in lists of structs (messages, tools) without fields that are null.
+def without_absent(row: Row) -> Row:
+    """The row of a table with types; in lists of records (messages, tools) without fields that are null.
 
-    A struct has the fields of all rows together: a tool that one row describes would be a null in all the others, and
-    an argument of one call a null in every other call, rendered and trained.
+    Such a record has the fields of all rows together: a tool that one row describes would be a null in all the others,
+    and an argument of one call a null in every other call, rendered and trained.
     """
-    mixed = {field.name for field in batch.schema if _lists_structs(field.type)}
-    found: list[Row] = batch.to_pylist()
-    if not mixed:
-        return found
-    return [{name: without_nulls(value) if name in mixed else value for name, value in row.items()} for row in found]
+    return {name: _without_nulls(value) if _lists_records(value) else value for name, value in row.items()}
 
 
-def _lists_structs(kind: pa.DataType) -> bool:
-    listed = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    return listed and (pa.types.is_struct(kind.value_type) or _lists_structs(kind.value_type))
+def _lists_records(value: Any) -> bool:
+    found = isinstance(value, list)
+    while isinstance(value, list) and value:
+        value = value[0]
+    return found and isinstance(value, dict)
 
 
-def without_nulls(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     """A value without the fields of its structs, however deep, that are null."""
     if isinstance(value, dict):
-        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _tar(raw: io.RawIOBase, path: str, start: Place, buffer: int) -> Iterator[RawRow]:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from bestiary.training.data.errors import InvalidPlan, StorageFailed
-from bestiary.training.data.formats import Place, RawRow, Row, without_nulls
+from bestiary.training.data.formats import Place, RawRow, without_absent
 from bestiary.training.data.storage import FileEntry
 
 
@@ -54,18 +54,10 @@ class HubRows:
         part = stream.shard(num_shards=stream.num_shards, index=index).skip(start.row)
         for row, values in enumerate(part, start.row):
             size = sum(len(str(value)) for value in values.values())
-            yield RawRow(Place(row), size, partial(_plain, values))
+            yield RawRow(Place(row), size, partial(without_absent, values))
 
     def _stream(self) -> Any:
         return _datasets().load_dataset(self.path, self.name, split=self.split, streaming=True, **self.arguments)
-
-
-def _plain(values: Mapping[str, Any]) -> Row:
-    """The row, in lists of records without fields that only other rows have: `datasets` gives those as None."""
-    return {
-        name: without_nulls(value) if isinstance(value, list) and value and isinstance(value[0], dict) else value
-        for name, value in values.items()
-    }
 
 
 def _datasets() -> Any:

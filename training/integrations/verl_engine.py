@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bestiary.kernels.dispatch import as_trained
 from bestiary.models import AutoDecoder, Decoder, LoRAConfig
 from bestiary.models.lora import adapters_off
 from bestiary.training.errors import InvalidRun
@@ -104,6 +105,11 @@ class BestiaryEngine(FSDPEngineWithLMHead):
         inputs, arguments = super().prepare_model_inputs(micro_batch)
         wanted = tensordict_utils.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
         return inputs | {"return_entropy": wanted}, arguments
+
+    def forward_step(self, *arguments: Any, **named: Any) -> Any:
+        """verl's; old log-probabilities and the reference's, without gradients, have the bits of training."""
+        with as_trained():
+            return super().forward_step(*arguments, **named)
 
     def get_per_tensor_param(self, **options: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
         """Every weight by its hub name, gathered, adapters folded in; experts apart, as rollout engines read them.

@@ -7,10 +7,11 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from bestiary.bridges.contents import contents
 from bestiary.bridges.fields import FLOAT_TYPES
-from bestiary.bridges.hub import resolve
+from bestiary.bridges.hub import resolve, split_revision
 from bestiary.training.config import RunConfig
-from bestiary.training.contents import contents_in
+from bestiary.training.contents import NOTHING, Contents
 from bestiary.training.errors import Role
 from bestiary.training.rl.cluster import session
 from bestiary.training.rl.groups import Group, Pool, RoleWorker
@@ -36,12 +37,13 @@ class Beside:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._contents = contents_in(config)
         self._stack = ExitStack()
         self._groups: dict[Role, Group] = {}
         section = config.placement
         self.teacher: RemoteTeacher | None = None
+        self._contents: Contents = NOTHING
         if section is not None and section.teacher:
+            self._contents = {"loss.teacher": contents(*split_revision(str(config.loss.teacher)))}
             self.teacher = RemoteTeacher(partial(self.group, "teacher"), bucket_bytes=section.bucket_mib * _MIB)
 
     def group(self, role: Role) -> Group:
@@ -96,7 +98,7 @@ class Beside:
                 name,
                 config.loop.deterministic,
                 os.getcwd(),
-                {key: files for key, files in self._contents.items() if key == "loss.teacher"},
+                self._contents,
             )
             found["teacher"] = (TeacherWorker, make, config.teachers)
         return found

@@ -55,34 +55,6 @@ class Lists:
         return found[~np.isin(found, spent)] if spent else found
 
 
-class SharedCodes:
-    """A `Gain`: all of what is right, and a share of it for an item whose codes begin like those of one that is.
-
-    Right items are rare: under a policy that begins, most groups of answers have none, and say nothing. What items that
-    begin alike have in common, their codes say (`residual_codes` puts like items under like beginnings).
-
-    Args:
-        credit: of 0, 1, 2, … leading codes shared, up to all but the last; what is missing counts 0.
-
-    Raises:
-        InvalidRun: a credit for every level, or one outside [0, 1].
-    """
-
-    def __init__(self, catalogue: Catalogue, credit: Sequence[float] = ()) -> None:
-        levels = catalogue.ids.levels
-        if len(credit) > levels or not all(0.0 <= one <= 1.0 for one in credit):
-            raise InvalidRun(f"credit = {tuple(credit)} of {levels} levels.", remedy=f"at most {levels}, in [0, 1]")
-        self._catalogue = catalogue
-        self._worth = np.array([*credit, *[0.0] * (levels - len(credit)), 1.0])
-
-    def __call__(self, item: int, later: Mapping[int, float]) -> float:
-        """Of the right item that gives most."""
-        own = self._catalogue.tokens(item)
-        right = self._catalogue.tokens([*later])
-        shared = np.logical_and.accumulate(right == own, axis=1).sum(1)
-        return float((self._worth[shared] * np.fromiter(later.values(), np.float64)).max())
-
-
 class Recommending:
     """An `Environment`: the policy writes a list of items; the reward `ndcg` is the NDCG of what is shown of it.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils
 from verl.workers.utils.losses import sft_loss
 
+from bestiary.kernels.dispatch import record
 from bestiary.models import AutoDecoder
 from bestiary.models.sharding import whole
 from bestiary.training.errors import InvalidRun
@@ -81,6 +82,17 @@ def test_the_packed_forward_gives_log_probs_and_entropy(src: Path) -> None:
             expected = torch.distributions.Categorical(logits=hf(ids[None]).logits[0] / 0.7)
         torch.testing.assert_close(entropy, expected.entropy(), **CLOSE)
         torch.testing.assert_close(log_probs[:-1], expected.logits[:-1].gather(1, ids[1:, None])[:, 0], **CLOSE)
+
+
+def test_a_short_row_is_scored_with_what_trains_it(src: Path) -> None:
+    """Old log-probabilities and the reference's: otherwise the first ratio in bfloat16 is not 1."""
+    mine, data = made(src), packed([{name: row[:1, :7] for name, row in steps(1, 1)[0][0].items()}])
+    with mine.train_mode(), record() as trained:
+        mine.train_batch(data, partial(sft_loss, None))
+    with mine.eval_mode(), record() as scored:
+        mine.infer_batch(data)
+    add_otherwise = ("attention", "linear")  # what else differs without gradients only keeps less
+    assert {one for one in scored if one[0] in add_otherwise} == {one for one in trained if one[0] in add_otherwise}
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -14,7 +14,7 @@ from bestiary.training.errors import InvalidRun
 from bestiary.training.rl.embedded import EmbeddedEngine
 from bestiary.training.rl.environments import Said
 from bestiary.training.rl.episodes import Episodes
-from bestiary.training.rl.recommending import Lists, Recommending, SharedCodes
+from bestiary.training.rl.recommending import Lists, Recommending
 from bestiary.training.rl.roles import Prompt
 from bestiary.training.rl.rollout import Sampling
 
@@ -92,17 +92,14 @@ def test_what_was_seen_is_not_shown_and_not_judged():
     assert [made.step(said(item, turn)).rewards["ndcg"] for turn, item in enumerate((7, 9))] == [0.0, None]
 
 
-def test_beginnings_that_are_right_earn_their_credit():
-    """Of the later item that is nearest: items 0 and 1 share two codes, 0 and 2 one, 0 and 6 none."""
-    gain = SharedCodes(CATALOGUE, (0.0, 0.2, 0.5))
-    assert [gain(item, {0: 1.0}) for item in (0, 1, 2, 6)] == [1.0, 0.5, 0.2, 0.0]
-    assert gain(1, {6: 1.0, 2: 1.0, 0: 1.0}) == 0.5
-    assert gain(1, {2: 1.0, 0: 0.1}) == 0.2
-    assert [SharedCodes(CATALOGUE)(item, {0: 1.0}) for item in (0, 1)] == [1.0, 0.0]
-    assert played(Recommending(CATALOGUE, gain=gain), moment(0), [1]) == 0.5
-    for credit in ((0.0, 0.2, 0.5, 1.0), (-0.1,)):
-        with pytest.raises(InvalidRun, match="credit"):
-            SharedCodes(CATALOGUE, credit)
+def test_a_business_says_what_an_item_is_worth():
+    """Given what the user took to and what that was worth."""
+
+    def near(item, later):
+        return max(value / (1 + abs(item - other)) for other, value in later.items())
+
+    prompt = Prompt(prompt_id="p", ids=(1, 2), row={"later": [4, 9], "worth": [1.0, 0.5]})
+    assert [played(Recommending(CATALOGUE, gain=near), prompt, [item]) for item in (4, 5, 9)] == [1.0, 0.5, 0.5]
     with pytest.raises(InvalidRun, match="shown = 0"):
         Recommending(CATALOGUE, shown=0)
 
